@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script sees it
 
 from checkpoints.drawing import draw, same_figure
 from checkpoints.executing import executed
-from checkpoints.generated.pages import FOLDER, generated, page, porting_page, render, same
+from checkpoints.generated.pages import FOLDER, generated, indexes, page, porting_page, render, same
+from checkpoints.maps import path_map
 from llorch.diagnosis.mistakes.planting import find_owner
 from llorch.stages.table import CHECKPOINTS
 
@@ -57,7 +58,7 @@ def main(numbers: Sequence[str], check: bool, only_figures: bool, site: Path | N
         build_site(site)
         return
     lessons = numbers or list(CHECKPOINTS)
-    stale = [path for path, new in figures(FOLDER, lessons) if settle(path, new, check)]
+    stale = [path for path, new in figures(FOLDER, lessons, index=not numbers) if settle(path, new, check)]
     if not only_figures:
         stale += [path for path, new in pages(FOLDER, lessons, index=not numbers) if settle(path, new, check)]
     for path in stale:
@@ -76,20 +77,22 @@ def settle(path: Path, new: str, check: bool) -> bool:
     return True
 
 
-def figures(folder: Path, numbers: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Draw every figure of some lessons."""
+def figures(folder: Path, numbers: Sequence[str], *, index: bool) -> Iterator[tuple[Path, str]]:
+    """Draw every figure of some lessons, and of the index if requested."""
+    if index:
+        yield folder / "lessons.svg", path_map()
     for number in numbers:
         lesson = page(folder, number).parent
         yield from ((lesson / "fig" / f"{name}.svg", svg) for name, svg in draw(number, lesson).items())
 
 
 def pages(folder: Path, numbers: Sequence[str], *, index: bool) -> Iterator[tuple[Path, str]]:
-    """Make every page of some lessons, and the index if requested.
+    """Make every page of some lessons, and both indexes if requested.
 
     Args:
         folder: Folder of the checkpoints.
         numbers: Numbers of the lessons.
-        index: Make the index, too.
+        index: Make both indexes, too.
 
     Yields:
         The path of a page, and its text.
@@ -102,7 +105,7 @@ def pages(folder: Path, numbers: Sequence[str], *, index: bool) -> Iterator[tupl
         paths = [path for number in numbers for path in (page(folder, number), porting_page(folder, number))]
         written = list(pool.map(page_of, paths))
     if index:
-        written.append((folder / "README.md", (folder / "README.md").read_text(encoding="utf-8")))
+        written += [(path, path.read_text(encoding="utf-8")) for path in indexes(folder)]
     blocks = generated(folder, numbers, index=index)
     for path, text in written:
         yield path, render(text, blocks[path], label=str(path))

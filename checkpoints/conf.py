@@ -5,7 +5,8 @@ from pathlib import Path
 
 project = "llorch"
 html_title = "llorch"
-extensions = ["myst_nb"]
+extensions = ["myst_nb", "sphinx_copybutton"]
+exclude_patterns = ["**.ipynb"]  # files to download
 nb_execution_mode = "off"  # pages are written with what their cells printed
 myst_enable_extensions = ["alert", "dollarmath"]
 myst_fence_as_directive = ["math"]
@@ -14,6 +15,7 @@ html_theme = "furo"
 html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 html_show_copyright = False
+copybutton_prompt_text = "$ "  # if a block has prompts, only these lines are copied
 highlight_language = "text"  # of blocks that name none
 pygments_style = "tango"
 pygments_dark_style = "github-dark"

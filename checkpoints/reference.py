@@ -15,12 +15,24 @@ import click
 
 import llorch
 import llorch.ops
+from llorch.apps.learn.museum import exhibits
 from llorch.cli import main as command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):$", re.MULTILINE)
 ENTRY = re.compile(r"^ {4}(\*{0,2}\w+): ", re.MULTILINE)
 WIDTH = 88
+MUSEUM_INTRODUCTION = """Engines of Llama and Qwen had these bugs. Each symptom is the one of a public report. Find the
+cause from the numbers of such an engine, and compare it with the real repair:
+
+```
+llorch learn museum open 3 bug3             # writes the report and the numbers
+llorch verify micro-llama3 --against bug3   # names the first wrong stage
+llorch learn museum answer 3 "no bias"      # checks your answer
+llorch learn museum solution 3              # shows the cause and the repair
+```
+
+The report says which model the engine ran."""
 
 
 def commands() -> str:
@@ -58,6 +70,12 @@ def functions() -> str:
             if inspect.isfunction(function) and not function.__name__.startswith("_")
         ]
     return "\n\n".join(parts)
+
+
+def museum() -> str:
+    """List the symptoms of the bug museum; the cause of each is for the reader to find."""
+    exhibit_lines = "\n".join(f"{bug.number}. {bug.symptom}" for bug in exhibits())
+    return f"# Museum of bugs\n\n{MUSEUM_INTRODUCTION}\n\n{exhibit_lines}"
 
 
 def _described(name: str, value: Any, level: str) -> str:

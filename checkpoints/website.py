@@ -1,6 +1,6 @@
 """The web site: the pages as GitHub shows them, a reference, and a page for every linked file.
 
-The site loads nothing from other servers.
+Each lesson's page links to the lesson as a notebook. The site loads nothing from other servers.
 """
 
 import posixpath
@@ -14,13 +14,18 @@ from typing import Any
 import click
 from sphinx.application import Sphinx
 
-from checkpoints.drawing import ROWS
-from checkpoints.reference import commands, functions, names
-from llorch.stages.table import CHECKPOINTS
+from checkpoints.generated.lessons import lesson_pages
+from checkpoints.notebook import notebook
+from checkpoints.reference import commands, functions, museum, names
+from llorch.apps.learn.lessons import BLOCKS
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]+)(?=[)#])")
-LESSON_PAGES = [f"checkpoints/{n}_{CHECKPOINTS[n]}/README.md" for row in ROWS.values() for n in row]
+LESSONS = {title: [f"checkpoints/{page}" for page in lesson_pages(lessons)] for title, lessons in BLOCKS.items()}
+LESSON_PAGES = [page for pages in LESSONS.values() for page in pages]
+PORTING = "checkpoints/PORTING.md"
+PORTING_PAGES = [page.replace("README.md", "PORTING.md") for page in sorted(LESSON_PAGES)]
+MUSEUM = "reference/museum.md"
 REFERENCE = {"reference/commands.md": commands, "reference/python.md": names, "reference/ops.md": functions}
 COMMAND_PAGES = sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "checkpoints/commands").glob("*.md"))
 HOW_TO = sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "checkpoints/how_to").glob("*.md"))
@@ -48,11 +53,16 @@ MORE = [
 ]
 CONTENTS = {
     "Guide": GUIDE,
-    "Learn": ["checkpoints/README.md", *LESSON_PAGES],
+    "Learn": ["checkpoints/README.md"],
+    **LESSONS,
+    "Museum": [MUSEUM],
+    "For porters": [PORTING],
     "Commands": COMMAND_PAGES,
     "Reference": list(REFERENCE),
     "More": MORE,
 }
+PAGES = {"README.md", *(page for pages in CONTENTS.values() for page in pages), *PORTING_PAGES}
+MADE = REFERENCE | {MUSEUM: museum}
 PICTURES = (".svg", ".png")
 LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".cpp": "cpp", ".rs": "rust", ".toml": "toml", ".json": "json"}
 
@@ -110,15 +120,23 @@ class Staging:
 
     def stage(self) -> None:
         """Write all pages."""
-        self._page("README.md", _contents())
-        for path in (*GUIDE, *CONTENTS["Learn"], *COMMAND_PAGES, *MORE):
-            self._page(path)
-        for path, make_page in REFERENCE.items():
+        appendices = {"README.md": "".join(_toctree(*item) for item in CONTENTS.items())}
+        appendices[PORTING] = _toctree(None, [posixpath.relpath(page, "checkpoints") for page in PORTING_PAGES])
+        for path in PAGES - MADE.keys():
+            self._write(_place(path), self._linked(self._text(path), path) + appendices.get(path, ""))
+        for path, make_page in MADE.items():
             self._write(path, self._linked(make_page(), path))
 
-    def _page(self, path: str, appendix: str = "") -> None:
+    def _text(self, path: str) -> str:
+        """Read a page; a lesson's gets a link to its notebook, which is written next to it."""
         text = (ROOT / path).read_text(encoding="utf-8")
-        self._write(_place(path), self._linked(text, path) + appendix)
+        if path not in LESSON_PAGES:
+            return text
+        folder = posixpath.dirname(path)
+        name = f"{posixpath.basename(folder)}.ipynb"
+        self._write(f"{folder}/{name}", notebook(ROOT / folder / "lesson.py"))
+        title, rest = text.split("\n\n", 1)
+        return f"{title}\n\n{{download}}`Download this lesson as a notebook <{name}>`\n\n{rest}"
 
     def _linked(self, text: str, path: str) -> str:
         """Replace links to files of the repository by links to their pages on the site."""
@@ -134,7 +152,7 @@ class Staging:
 
         The site's search leaves these pages out, because the reference has the public names that they define.
         """
-        if path in {"README.md", *GUIDE, *CONTENTS["Learn"], *COMMAND_PAGES, *MORE}:
+        if path in PAGES:
             return _place(path)
         file = ROOT / path
         if file.suffix in PICTURES:
@@ -169,11 +187,8 @@ def _fenced(file: Path) -> str:
     return f"````````{language}\n{file.read_text(encoding='utf-8')}\n````````"
 
 
-def _contents() -> str:
-    """Write the table of contents in the margin."""
-
-    def tree(caption: str, paths: Iterable[str]) -> str:
-        listed = "\n".join(path.removesuffix(".md") for path in paths)
-        return f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n"
-
-    return "".join(tree(caption, paths) for caption, paths in CONTENTS.items())
+def _toctree(caption: str | None, paths: Iterable[str]) -> str:
+    """Write a part of the table of contents in the margin."""
+    listed = "\n".join(path.removesuffix(".md") for path in paths)
+    options = ":hidden:\n" + f":caption: {caption}\n" * bool(caption)
+    return f"\n```{{toctree}}\n{options}\n{listed}\n```\n"

@@ -10,14 +10,20 @@
 #
 # <!-- source: llorch.ops.rms_norm.root_mean_square -->
 #
-# `widen` makes float64 copies of small arrays, so that the reference is as exact as float32 can show. You need not do
-# that: a float32 version stays well inside the tolerance.
+# `widen` makes float64 copies of small arrays, so that the reference is as exact as float32 can show. A float32 version
+# stays well inside the tolerance.
 #
 # ## Where the engines differ
 #
 # Both engines read the same embeddings, bit by bit, and use the same formula. Still, they differ:
 
 # %%
+import numpy as np
+
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
+
+golden = read(goldens_folder() / "micro-llama")
 llamacpp, transformers = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
 a, b, reference = (t["l0.attn_norm"] for t in (llamacpp, transformers, golden.reference.engine_output.traces["near"]))
 print("inputs the same:", np.array_equal(llamacpp["embed"], transformers["embed"]))
@@ -27,7 +33,8 @@ for name, actual in (("llama.cpp", a), ("transformers", b)):
 
 # %% [markdown]
 # Neither is wrong: a float32 number has 24 bits, and both are off by half a bit or so. The tolerance is derived from
-# rounding, never chosen: here it is 4 units in the last place, 4.8e-07. The mistake above is 20,000 times beyond.
+# rounding, never chosen: here it is 4 units in the last place, 4.8e-07. An $\epsilon$ after the root is 20,000 times
+# beyond.
 #
 # - llama.cpp makes two nodes, `norm-{i}` (RMS_NORM, without the gain) and `attn_norm-{i}` (MUL). The stage is the
 #   second. The CPU backend can fuse the two, which is switched off for goldens.
@@ -67,7 +74,7 @@ for name, actual in (("llama.cpp", a), ("transformers", b)):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

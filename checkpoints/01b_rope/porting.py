@@ -19,6 +19,12 @@
 # Near the beginning the engines agree up to rounding. From position 4000 on they do not, and the pairs show why:
 
 # %%
+import numpy as np
+
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
+
+golden = read(goldens_folder() / "micro-llama")
 pairs = (0, 1, 2, 4, 8, 15)
 print("error by pair " + "".join(f"{j:>9}" for j in pairs))
 for case in ("near", "far"):
@@ -76,7 +82,7 @@ for case in ("near", "far"):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

@@ -10,8 +10,8 @@
 #
 # <!-- source: llorch.model.forward.qkv -->
 #
-# `keep` records a stage under its name for the comparison and changes nothing. Your `qkv` gets arrays instead of the
-# layer's dictionary, and `None` for what a family does not have.
+# `keep` records a stage under its name for the comparison and changes nothing. The `qkv` of the exercise gets arrays
+# instead of the layer's dictionary, and `None` for what a family does not have.
 #
 # ## Where the engines differ
 #
@@ -20,6 +20,15 @@
 # `attn_norm`:
 
 # %%
+import numpy as np
+
+import llorch
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
+
+golden = read(goldens_folder() / "micro-llama")
+h = golden.reference.engine_output.traces["near"]["l0.attn_norm"].astype(np.float32)
+w = llorch.load("micro-llama").weights.layer(0)
 products = h[3] * w["v_proj"][0]
 ways = {"one by one": products, "backwards": products[::-1], "in 8 lanes": products.reshape(12, 8).cumsum(0)[-1]}
 exact = products.astype(np.float64).sum()
@@ -48,7 +57,7 @@ for name, cases in golden.reference.isolated.items():
 # Further reading:
 #
 # - Ainslie and others, [GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
-#   Checkpoints](https://arxiv.org/abs/2305.13245), 2023: figure 2 is the picture above, for three ways to share.
+#   Checkpoints](https://arxiv.org/abs/2305.13245), 2023: figure 2 draws three ways to share.
 # - Vaswani and others, [Attention Is All You Need](https://arxiv.org/abs/1706.03762), 2017, section 3.2: where
 #   queries, keys and values got their names.
 # - `Qwen3Attention` in transformers
@@ -71,7 +80,7 @@ for name, cases in golden.reference.isolated.items():
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

@@ -8,9 +8,8 @@
 #
 # <!-- source: llorch.model.cache.KVCache.append -->
 #
-# The reference writes into storage that grows by doubling, so that a token does not copy the whole context. Your
-# `append` may simply join two arrays and return the result. Attention reads the returned array, and the next pass
-# hands it to `append` again.
+# The reference writes into storage that grows by doubling, so that a token does not copy the whole context. The
+# `append` of the exercise may simply join two arrays and return the result.
 #
 # ## Where the engines differ
 #
@@ -18,6 +17,8 @@
 # bit by bit.
 
 # %%
+import numpy as np
+
 from llorch.judging.goldens.forward import read
 from llorch.runtime.builtin import goldens_folder
 
@@ -40,6 +41,26 @@ for name, output in read(goldens_folder() / "micro-llama").engine_outputs.items(
 # - llama.cpp keeps keys and values in F16 by default, which also rounds what they are multiplied with. Goldens are
 #   taken with F32 instead.
 #
+# A cache is right if a text given in parts ends in the same logits as a text given at once:
+
+# %%
+import llorch
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
+
+story = llorch.load("story")
+ids = story.tokenizer.encode("Once upon a time there was a little fox")
+
+
+def logits(*parts: list[int]) -> np.ndarray:
+    cache = KVCache(story.config, np.float32)
+    return np.concatenate([forward(np.array(part), story.weights, cache) for part in parts])
+
+
+one_pass, halves, single = logits(ids), logits(ids[:4], ids[4:]), logits(*([token] for token in ids))
+print("the same logits:", [bool(np.allclose(split, one_pass, rtol=1e-5, atol=1e-4)) for split in (halves, single)])
+
+# %% [markdown]
 # Further reading:
 #
 # - Pope and others, [Efficiently Scaling Transformer Inference](https://arxiv.org/abs/2211.05102), 2022: what the
@@ -66,7 +87,7 @@ for name, output in read(goldens_folder() / "micro-llama").engine_outputs.items(
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

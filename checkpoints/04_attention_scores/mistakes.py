@@ -1,6 +1,6 @@
 """Wrong code for scores and softmax, by the name of the known mistake.
 
-The page shows one of them, and llorch cannot make the rest. It makes all others from `llorch.diagnosis.mistakes`.
+The page plants one of them, and llorch cannot make the rest. It makes all others from `llorch.diagnosis.mistakes`.
 """
 
 import numpy as np

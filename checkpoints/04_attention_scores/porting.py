@@ -10,7 +10,7 @@
 #
 # <!-- source: llorch.ops.attention.attention_probs -->
 #
-# Two things serve only speed and exactness, and you can leave them out. The query heads of a group are laid one after
+# Two things serve only speed and exactness. The query heads of a group are laid one after
 # the other, so that one product with the shared key head is enough. Repeating the keys with `np.repeat(k, heads //
 # kv_heads, axis=0)` gives the same numbers. And `widen` computes small arrays in float64.
 #
@@ -19,7 +19,13 @@
 # This is layer 0 of `micro-llama`, computed from each engine's queries and keys:
 
 # %%
-transformers = golden.engine_outputs["transformers"].traces["near"]
+import numpy as np
+
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
+
+golden = read(goldens_folder() / "micro-llama")
+llamacpp, transformers = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
 reference = golden.reference.engine_output.traces["near"]
 for stage in ("attn_scores", "attn_probs"):
     a, b, exact = (run[f"l0.{stage}"].astype(np.float64) for run in (llamacpp, transformers, reference))
@@ -75,7 +81,7 @@ for name, run in (("llama.cpp", llamacpp), ("transformers", transformers)):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

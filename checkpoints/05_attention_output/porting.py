@@ -18,7 +18,13 @@
 # This is layer 0 of `micro-llama`, computed from each engine's shares and values:
 
 # %%
-transformers = golden.engine_outputs["transformers"].traces["near"]
+import numpy as np
+
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
+
+golden = read(goldens_folder() / "micro-llama")
+llamacpp, transformers = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
 reference = golden.reference.engine_output.traces["near"]
 for stage in ("attn_context", "attn_out", "attn_residual"):
     a, b, exact = (run[f"l0.{stage}"] for run in (llamacpp, transformers, reference))
@@ -47,7 +53,7 @@ for name, run in (("llama.cpp", llamacpp), ("transformers", transformers)):
 # - Vaswani and others, [Attention Is All You Need](https://arxiv.org/abs/1706.03762), 2017: section 3.2.2, heads and
 #   their concatenation.
 # - Elhage and others, [A Mathematical Framework for Transformer Circuits](https://transformer-circuits.pub/2021/framework/index.html),
-#   2021: heads as independent additions to the stream, the view behind the picture above.
+#   2021: heads as independent additions to the stream, the view behind the picture of the lesson.
 # - `LlamaAttention` in transformers
 #   ([modeling_llama.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py)),
 #   its last lines: `transpose`, `reshape`, `o_proj`; in llama.cpp `build_attn_mha`
@@ -68,7 +74,7 @@ for name, run in (("llama.cpp", llamacpp), ("transformers", transformers)):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

@@ -11,9 +11,22 @@
 # <!-- source: llorch.model.blocks.delta_net.delta_net -->
 #
 # The definition works token by token. For a prompt, llorch uses `delta_rule_in_chunks`: 64 tokens at a time, whose
-# corrections are the solution of one triangular system. Both compute the same function, and your function replaces
-# both.
-#
+# corrections are the solution of one triangular system. Both compute the same function, and a learner's function
+# replaces both:
+
+# %%
+import numpy as np
+
+from llorch.ops.delta_rule import delta_rule, delta_rule_in_chunks
+
+rng = np.random.default_rng(0)
+q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in rng.normal(size=(2, 100, 2, 8)))
+v, beta, g = rng.normal(size=(100, 4, 6)), rng.uniform(size=(100, 4)), -rng.exponential(size=(100, 4))
+inputs = q, k, v, beta, g, np.zeros((4, 8, 6))
+for name, actual, expected in zip(("out", "state"), delta_rule_in_chunks(*inputs), delta_rule(*inputs), strict=True):
+    print(f"{name} in chunks of 64, within 1e-14:", bool(np.abs(actual - expected).max() < 1e-14))
+
+# %% [markdown]
 # ## Where the engines differ
 #
 # - The 1e-6 of the lengths comes from transformers. llama.cpp uses `rms_norm_eps` instead ([llama.cpp
@@ -22,16 +35,18 @@
 #   19468](https://github.com/ggml-org/llama.cpp/pull/19468)). llorch undoes both where it reads them.
 # - GGUF files hold $-e^{A}$, transformers $A$.
 #
-# This is the first such layer, as each engine computed it:
+# This is layer 0, as each engine computed it:
 
 # %%
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
+
+golden = read(goldens_folder() / "micro-qwen3.5")
 llamacpp, transformers = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
 reference = golden.reference.engine_output.traces["near"]
 for stage in ("conv_out", "q_l2", "log_decay", "delta_state", "delta_out"):
-    exact = reference[f"l{first}.{stage}"]
-    errors = [
-        np.linalg.norm(run[f"l{first}.{stage}"] - exact) / np.linalg.norm(exact) for run in (llamacpp, transformers)
-    ]
+    exact = reference[f"l0.{stage}"]
+    errors = [np.linalg.norm(run[f"l0.{stage}"] - exact) / np.linalg.norm(exact) for run in (llamacpp, transformers)]
     print(f"{stage:11} from float64: llama.cpp ~{errors[0]:.0e}, transformers ~{errors[1]:.0e}")
 
 # %% [markdown]
@@ -58,7 +73,7 @@ for stage in ("conv_out", "q_l2", "log_decay", "delta_state", "delta_out"):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

@@ -18,7 +18,13 @@
 # This is layer 0 of `micro-llama`, as each engine computed it:
 
 # %%
-transformers = golden.engine_outputs["transformers"].traces["near"]
+import numpy as np
+
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
+
+golden = read(goldens_folder() / "micro-llama")
+llamacpp, transformers = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
 reference = golden.reference.engine_output.traces["near"]
 for stage in ("ffn_gate", "ffn_up", "ffn_act", "ffn_out"):
     a, b, exact = (run[f"l0.{stage}"] for run in (llamacpp, transformers, reference))
@@ -63,7 +69,7 @@ for stage in ("ffn_gate", "ffn_up", "ffn_act", "ffn_out"):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

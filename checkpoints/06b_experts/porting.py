@@ -24,11 +24,30 @@
 # This is layer 0, as each engine computed it:
 
 # %%
-transformers = golden.engine_outputs["transformers"].traces["near"]
+import numpy as np
+
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
+
+golden = read(goldens_folder() / "micro-qwen3-moe")
+llamacpp, transformers = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
+reference = golden.reference.engine_output.traces["near"]
 for stage in ("router_logits", "router_probs", "topk_weights", "moe_out"):
-    exact = reference[layer + stage]
-    errors = [np.linalg.norm(run[layer + stage] - exact) / np.linalg.norm(exact) for run in (llamacpp, transformers)]
+    exact = reference[f"l0.{stage}"]
+    errors = [np.linalg.norm(run[f"l0.{stage}"] - exact) / np.linalg.norm(exact) for run in (llamacpp, transformers)]
     print(f"{stage:13} from float64: llama.cpp ~{errors[0]:.0e}, transformers ~{errors[1]:.0e}")
+
+# %% [markdown]
+# The choice is not continuous: a change of one bit in a logit can swap two experts. So llorch judges it as a *set*. If
+# two sets differ, llorch looks at the last expert that was chosen and the first that was not. Rounding decided only if
+# their logits are very close:
+
+# %%
+same = [{*a} == {*b} for a, b in zip(llamacpp["l0.topk_ids"], transformers["l0.topk_ids"], strict=True)]
+logits = np.sort(reference["l0.router_logits"], axis=-1)[:, ::-1]
+gaps = logits[:, 2] - logits[:, 3]  # 3 experts a token
+print(f"the same experts in both engines: {sum(same)} of {len(same)} tokens")
+print(f"the closest decision: {gaps.min():.4f} between two logits of size {np.abs(logits).mean():.1f}")
 
 # %% [markdown]
 # Further reading:
@@ -56,7 +75,7 @@ for stage in ("router_logits", "router_probs", "topk_weights", "moe_out"):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

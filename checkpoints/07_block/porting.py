@@ -10,8 +10,8 @@
 #
 # <!-- source: llorch.model.forward.attention -->
 #
-# Your `block` does both in one function, without `config` and `keep`. It gets `head_dim` and `eps`, takes the caches
-# as arrays, and returns them.
+# The `block` of the exercise does both in one function, without `config` and `keep`. It gets `head_dim` and `eps`,
+# takes the caches as arrays, and returns them.
 #
 # ## Where the engines differ
 #
@@ -20,6 +20,11 @@
 # from layer to layer, each engine against float64:
 
 # %%
+import numpy as np
+
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
+
 golden = read(goldens_folder() / "story")
 runs = {name: golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers")}
 reference = golden.reference.engine_output.traces["near"]
@@ -67,7 +72,7 @@ for layer in range(5):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

@@ -13,6 +13,11 @@
 # The logits of `micro-llama` and `story`, at the end of each engine's full forward pass:
 
 # %%
+import numpy as np
+
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
+
 for name in ("micro-llama", "story"):
     golden = read(goldens_folder() / name)
     a, b = (golden.engine_outputs[engine].traces["near"]["logits"] for engine in ("llamacpp", "transformers"))
@@ -63,7 +68,7 @@ for name in ("micro-llama", "story"):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

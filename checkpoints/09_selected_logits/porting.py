@@ -15,6 +15,8 @@
 # ## Where the engines differ
 
 # %%
+import numpy as np
+
 from llorch.judging.goldens.forward import read
 from llorch.runtime.builtin import BUILTIN, goldens_folder
 
@@ -56,7 +58,7 @@ for name in BUILTIN:
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

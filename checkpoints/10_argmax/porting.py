@@ -15,6 +15,8 @@
 # Both engines make the same choice in every built-in model, by leads that are larger than rounding:
 
 # %%
+import numpy as np
+
 from llorch.judging.goldens.forward import read
 from llorch.runtime.builtin import BUILTIN, goldens_folder
 

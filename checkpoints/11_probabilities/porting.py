@@ -24,6 +24,8 @@
 # ## Where the engines differ
 
 # %%
+import numpy as np
+
 from llorch.judging.goldens.forward import read
 from llorch.runtime.builtin import goldens_folder
 
@@ -49,6 +51,26 @@ for name, a in golden.engine_outputs["llamacpp"].probabilities.items():
 #   probabilities.
 # - All three divide a positive logit of a seen token by the penalty and multiply a negative one. A token counts once.
 #
+# Which settings show a mistake? Each of these fails under the right name. The numbers are the failed rows, among 60.
+
+# %%
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
+
+typed = typed_mistakes(BY_NUMBER["11"])
+for part, name in (
+    ("penalise", "penalty-per-occurrence"),
+    ("keep_top_k", "top-k-one-more"),
+    ("keep_top_p", "top-p-drops-crossing-token"),
+    ("keep_min_p", "min-p-absolute"),
+    ("distribution", "temperature-after-filters"),
+    ("distribution", "probabilities-not-renormalised"),
+):
+    report = check_functions("11", **{part: typed[part][name]})
+    failed_parts = sorted({comparison.stage_ref.part for comparison in report.wrong})
+    print(f"{name:31} {len(report.wrong):2}   {', '.join(failed_parts)}")
+
+# %% [markdown]
 # Further reading:
 #
 # - Holtzman and others, [The Curious Case of Neural Text Degeneration](https://arxiv.org/abs/1904.09751), 2019: top-p,
@@ -81,7 +103,7 @@ for name, a in golden.engine_outputs["llamacpp"].probabilities.items():
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

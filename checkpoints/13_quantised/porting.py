@@ -120,7 +120,7 @@
 #   of flips: a value that is off by e flips with a chance of e divided by the step, and is then off by a step.
 # - **exact arithmetic**: the error of the logits without the rounding of activations.
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

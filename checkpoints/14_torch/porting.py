@@ -17,16 +17,55 @@
 #
 # ## Where the engines differ
 #
-# On this tensor, transformers casts the divided row back to bfloat16 and then multiplies by the gain. It rounds
-# twice, and llorch once:
+# On the first norm of `micro-llama`, transformers casts the divided row back to bfloat16 and then multiplies by the
+# gain. It rounds twice, and llorch once. The third line rounds after every operation:
 
 # %%
+import numpy as np
+import torch
+
+import llorch
+from llorch.judging.goldens.forward import read
+from llorch.pytorch.causal_lm import rms_norm
+from llorch.runtime.builtin import goldens_folder
+
+golden, model = read(goldens_folder() / "micro-llama"), llorch.load("micro-llama")
+rows = torch.tensor(golden.engine_outputs["llamacpp"].traces["near"]["embed"])
+gain = torch.tensor(model.weights["layers.0.attn_norm"])
+reference = torch.tensor(golden.reference.engine_output.traces["near"]["l0.attn_norm"])
+
+
+def format_error(y: torch.Tensor, right: torch.Tensor = reference) -> str:
+    return f"~{float((y.double() - right).norm() / right.norm()):.1e}"
+
+
 x, w = rows.bfloat16(), gain.bfloat16()
 divided = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
 rounded_twice, rounded_once = w * divided.bfloat16(), rms_norm(x, w, eps=1e-5)
 print(f"other bits in ~{int((rounded_twice != rounded_once).sum())} of {rounded_once.numel()} numbers")
 print("rounded once ", format_error(rounded_once))
 print("rounded twice", format_error(rounded_twice))
+print("every time   ", format_error(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w))
+
+# %% [markdown]
+# The third is worse, but within the rounding error of bfloat16, so no test of one run can call it wrong.
+#
+# Next is a matrix product, with a fourth format. TF32 is never stored: the GPU drops 13 bits of each factor and adds up
+# in float32. On a CPU one line imitates it:
+
+
+# %%
+def as_tf32(x: torch.Tensor) -> torch.Tensor:
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+weight = torch.tensor(np.asarray(llorch.load("story").weights.layer(0)["gate_proj"], np.float32))
+h = torch.tensor(read(goldens_folder() / "story").engine_outputs["llamacpp"].traces["near"]["l0.ffn_norm"])
+exact = h.double() @ weight.double().T
+print("float32 ", format_error(h @ weight.T, exact))
+print("TF32    ", format_error(as_tf32(h) @ as_tf32(weight).T, exact))
+for dtype in (torch.bfloat16, torch.float16):
+    print(f"{str(dtype)[6:]:8}", format_error(h.to(dtype) @ weight.to(dtype).T, exact))
 
 # %% [markdown]
 # - transformers rounds in its norms twice, before the gain and after it. llama.cpp and llorch round once.
@@ -145,7 +184,7 @@ print("rounded twice", format_error(rounded_twice))
 # rows judge the model: there every mistake fails by ten times the tolerance. Rows in half precision then show that
 # only rounding was added.
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Traps
 #

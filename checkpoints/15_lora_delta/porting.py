@@ -16,22 +16,30 @@
 # engine from PEFT in float64, at `v_proj` of layer 0:
 
 # %%
+import numpy as np
+
+from llorch.judging.expectations.training import stored
+from llorch.judging.expectations.training_refs import at
+from llorch.ops.lora import lora_delta
+
+weights, golden = stored("micro-llama")
+adapter, x = golden.adapter_for(weights.config), golden.shown(at("attn_norm", 0))
 lora, s = adapter.tensors["layers.0.v_proj"], adapter.scaling("layers.0.v_proj")
 stage_ref = at("lora_delta", 0, "v_proj")
 reference, f32 = golden.reference("isolated", stage_ref), np.float32(s)
 orders = {
     "after both (PEFT)": golden.shown(stage_ref),
-    "between them (our torch path)": (x @ lora.lora_A.T * f32) @ lora.lora_B.T,
-    "in float64, rounded once (ours)": lora_delta(x, lora.lora_A, lora.lora_B, scaling=s),
+    "between them (llorch on torch)": (x @ lora.lora_A.T * f32) @ lora.lora_B.T,
+    "in float64, rounded once (llorch)": lora_delta(x, lora.lora_A, lora.lora_B, scaling=s),
 }
 for name, actual in orders.items():
-    print(f"{name:33} ~{np.linalg.norm(actual - reference) / np.linalg.norm(reference):.0e}")
+    print(f"{name:35} ~{np.linalg.norm(actual - reference) / np.linalg.norm(reference):.0e}")
 
 # %% [markdown]
 # - PEFT multiplies by the scale after `lora_B`, llorch's NumPy after both products, llorch's torch between them. All
 #   three orders are right. The tolerance is 7.9e-07.
 # - On a bfloat16 base, adapters stay float32 in PEFT and in llorch. The sum is rounded to the dtype of the base. For
-#   the errors at this validation point and the next, see page [17](../17_gradients/README.md#in-bfloat16).
+#   the errors at this validation point and the next, see page [17](../17_gradients/PORTING.md#in-bfloat16).
 # - PEFT adds nothing to the output of a merged layer, without a message.
 #
 # Further reading:
@@ -57,7 +65,7 @@ for name, actual in orders.items():
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

@@ -18,6 +18,13 @@
 # ## Where the engines differ
 
 # %%
+import numpy as np
+
+from llorch.judging.expectations.training import stored
+from llorch.judging.expectations.training_refs import at
+from llorch.ops.cross_entropy import cross_entropy, shifted
+
+weights, golden = stored("micro-llama")
 stage_ref = at("token_losses")
 reference, actual = golden.reference("isolated", stage_ref), golden.shown(stage_ref)
 print(
@@ -33,10 +40,38 @@ print(
 # - transformers takes the mean of each call unless it is told the number of tokens of the step
 #   (`num_items_in_batch`).
 # - On a base in bfloat16 the logits are bfloat16 too. transformers and llorch convert them to float32 for the loss
-#   ([17](../17_gradients/README.md#in-bfloat16)).
+#   ([17](../17_gradients/PORTING.md#in-bfloat16)).
 # - llorch's torch path skips rows of logits from which nothing is learned. With `chunk`, it does not make all other
 #   rows at once. For a vocabulary of 150,000, the logits of 2,000 tokens are 1.2 GB. Often the logits, not the model,
 #   do not fit into memory.
+#
+# Five losses of the first batch are plausible, and one is right:
+
+# %%
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
+
+wrong = typed_mistakes(BY_NUMBER["16"])
+documents = list(golden.batches[0].each_document())
+rows = np.split(golden.shown(at("adapted_logits")), [len(documents[0][0])])
+
+
+def loss_with(labels_of=lambda ids, labels: labels, shift=shifted, entropy=cross_entropy) -> float:
+    losses = [
+        entropy(z, shift(labels_of(ids, labels)), label_smoothing=0.0)
+        for z, (ids, labels) in zip(rows, documents, strict=True)
+    ]
+    return sum(total for total, _ in losses) / sum(n for _, n in losses)
+
+
+learned = wrong["masked_labels"]["loss-prompt-not-masked"]
+print(f"right                  {loss_with():.3f}   torch {float(golden.shown(at('loss'))):.3f}")
+print(f"not shifted            {loss_with(shift=wrong['shifted']['loss-labels-not-shifted']):.3f}")
+print(f"shifted twice          {loss_with(shift=wrong['shifted']['loss-labels-shifted-twice']):.3f}")
+print(f"prompt learned         {loss_with(lambda ids, labels: learned(ids, labels >= 0)):.3f}")
+print(f"divided by all tokens  {loss_with(entropy=wrong['cross_entropy']['loss-divided-by-all-tokens']):.3f}")
+
+# %% [markdown]
+# The last one looks best because it is smaller, but it only acts as a smaller learning rate.
 #
 # Further reading:
 #
@@ -58,7 +93,7 @@ print(
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

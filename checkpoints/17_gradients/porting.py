@@ -29,13 +29,33 @@
 # of this model:
 
 # %%
+import numpy as np
+
+from llorch.judging.expectations.training import stored
+from llorch.judging.expectations.training_refs import at
+from llorch.judging.goldens.training_recipe import with_zero_b
+from llorch.training.numpy_step import loss_and_gradients
+
+weights, golden = stored("micro-llama")
+weights, adapter = weights.astype(np.float32, keep=True), golden.adapter_for(weights.config)
+_, grads = loss_and_gradients(weights, adapter, golden.batches[:1], label_smoothing=0.0)
 reference = {
     name: golden.reference("chained", at("gradient", int(name.split(".")[1]), name.split(".", 2)[2])) for name in grads
 }
 peft_grads = {name: golden.shown(at("gradient", int(name.split(".")[1]), name.split(".", 2)[2])) for name in grads}
-for engine, gradients in (("PEFT", peft_grads), ("ours", grads)):
+for engine, gradients in (("PEFT", peft_grads), ("llorch", grads)):
     errors = [np.linalg.norm(gradients[name] - reference[name]) / np.linalg.norm(reference[name]) for name in reference]
     print(f"{engine}: worst of {len(errors)} tensors ~{max(errors):.0e}, median ~{np.median(errors):.0e}")
+
+# %% [markdown]
+# Training starts with $B = 0$, and $\partial L / \partial A$ has $B$ as a factor. So a test of gradients on a fresh
+# adapter tests only half of them:
+
+# %%
+_, at_start = loss_and_gradients(weights, with_zero_b(adapter), golden.batches[:1], label_smoothing=0.0)
+for kind in ("lora_A", "lora_B"):
+    largest = max(np.abs(grad).max() for name, grad in at_start.items() if name.endswith(kind))
+    print(f"{kind}: largest gradient of all {largest:.4f}")
 
 # %% [markdown]
 # - `model.double()` in transformers is no float64 reference: RMSNorm, RoPE, softmax and loss pass through float32.
@@ -71,7 +91,7 @@ for engine, gradients in (("PEFT", peft_grads), ("ours", grads)):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## In bfloat16
 #

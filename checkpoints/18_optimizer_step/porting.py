@@ -20,6 +20,11 @@
 # $\epsilon$, its rounding decides the length of the first step:
 
 # %%
+import numpy as np
+
+from llorch.training.adamw import adamw_step
+
+HOW = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 for g in (1e-2, 1e-6, 1e-8, 1e-9):
     steps = [adamw_step(np.zeros(1), np.full(1, g + d), np.zeros(1), np.zeros(1), step=1, **HOW)[0] for d in (0, 1e-9)]
     print(f"gradient {g:.0e} and 1e-9 more: {abs(steps[0] - steps[1])[0] / HOW['lr']:.4f} learning rates apart")
@@ -28,11 +33,31 @@ for g in (1e-2, 1e-6, 1e-8, 1e-9):
 # Two right engines differ by this much. So parameters are compared in units of the learning rate, and moments
 # relatively. The section below derives it.
 #
+# Two mistakes hide at opposite ends of a run. One is there from the first step and fades. The other is zero at first
+# and grows:
+
+# %%
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
+
+typed = typed_mistakes(BY_NUMBER["18"])["adamw_step"]
+rng = np.random.default_rng(0)
+for wrong in ("adamw-no-bias-correction", "adamw-decay-missing"):
+    p = q = np.full(1, 0.5)
+    m = v = mq = vq = np.zeros(1)
+    differences = {}
+    for step in range(1, 301):
+        g = np.full(1, 0.3 + rng.standard_normal())
+        p, m, v = adamw_step(p, g, m, v, step=step, **HOW | {"weight_decay": 0.1})
+        q, mq, vq = typed[wrong](q, g, mq, vq, step, 0.01, 0.9, 0.95, 1e-8, 0.1)
+        differences[step] = abs(p - q)[0] / 0.01
+    print(f"{wrong:26}", ", ".join(f"step {n}: {differences[n]:.3f}" for n in (1, 10, 300)), "learning rates off")
+
+# %% [markdown]
 # - torch decays before the update, bitsandbytes' CUDA kernels after it.
 # - torch divides by `norm + 1e-6` when it clips, so a norm just above the limit is scaled a little below the limit.
 # - transformers' schedules give step 1 the rate after zero steps: with warm-up, the first update changes nothing.
 # - On a base in bfloat16, a single step is still float32 and is judged as such. In a chain, the norm and the moments
-#   of step 1 are judged, and no parameters ([17](../17_gradients/README.md#in-bfloat16)).
+#   of step 1 are judged, and no parameters ([17](../17_gradients/PORTING.md#in-bfloat16)).
 #
 # Further reading:
 #
@@ -57,7 +82,7 @@ for g in (1e-2, 1e-6, 1e-8, 1e-9):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Why parameters are measured in learning rates
 #

@@ -8,37 +8,34 @@
 # ![The lessons in their order, with this one lit](fig/where.svg)
 #
 # An adapter has been trained ([19](../19_training_curve/README.md)). It is useful only if other programs can load it.
-# There are two ways to pass it on. You can keep it separate: a small file next to the base, which users may switch
-# and mix. Or you can merge it: the result is a model like any other, and its user need not know of LoRA. Each way
-# exists in the format of Hugging Face and in that of llama.cpp. This makes four forms, and a reference engine runs
-# each of them.
+# You can keep it separate, a small file next to the base. Or you can merge it: the result is a model like any other,
+# and its user need not know of LoRA.
 #
 # ## Idea
 #
 # $W x + s B A x$ is $(W + s B A)\,x$. So after one addition, the detour is gone:
 
 # %%
-import inspect
-
 import numpy as np
 
-from llorch.judging.expectations.training import stored
-from llorch.judging.expectations.training_refs import at
-from llorch.judging.runners.training_numpy import logits_of
-from llorch.lora.adapted_weights import AdaptedWeights
-from llorch.lora.merge import MergedWeights
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
+from llorch.ops.linear import linear
+from llorch.ops.lora import lora_delta
 
-weights, golden = stored("micro-llama")
-weights, adapter = weights.astype(np.float32, keep=True), golden.adapter_for(weights.config)
-documents = [ids for ids, _ in golden.batches[0].each_document()]
-base, adapted, merged = (
-    logits_of(w, documents) for w in (weights, AdaptedWeights(weights, adapter), MergedWeights(weights, adapter))
-)
-print(f"the adapter moves logits by up to {np.abs(adapted - base).max():.2f}")
-print(f"merged against separate: differ by ~{np.abs(merged - adapted).max():.0e}")
+# yours: from l20_merge_export import gguf_alpha, interleave, merged
+parts = {part.name: part.reference for part in BY_NUMBER["20"].parts}
+merged, interleave, gguf_alpha = parts.values()
+rng = np.random.default_rng(0)
+x, weight = rng.standard_normal((5, 96)), rng.standard_normal((64, 96))
+lora_A, lora_B = rng.standard_normal((2, 96)), rng.standard_normal((64, 2))
+separate = linear(x, weight) + lora_delta(x, lora_A, lora_B, scaling=0.5)
+in_one_matrix = linear(x, merged(weight, lora_A, lora_B, 0.5))
+effect = separate - linear(x, weight)
+print(f"the adapter moves outputs by up to {np.abs(effect).max():.0f}")
+print(f"merged against separate: ~{np.abs(in_one_matrix - separate).max():.0e} apart")
 
 # %% [markdown]
-#
 # ## The maths
 #
 # ```math
@@ -53,7 +50,7 @@ print(f"merged against separate: differ by ~{np.abs(merged - adapted).max():.0e}
 #
 # Why is there a $P$? RoPE turns pairs of numbers ([01b](../01b_rope/README.md)). Hugging Face pairs $j$ with
 # $j + \text{half}$, llama.cpp pairs neighbours. Both give the same result if the rows of q and k have the fitting
-# order. So converters reorder the rows of these matrices for Llama. The adapter must be reordered like its matrix.
+# order. So converters reorder the rows of these matrices for Llama, and the adapter must be reordered like its matrix.
 # The rows of $B$ are the outputs, so they change, and $A$ stays. A head of 4 has the rows 0 1 2 3 in halves (0 1 | 2
 # 3), and 0 2 1 3 in pairs.
 #
@@ -75,9 +72,9 @@ print(f"merged against separate: differ by ~{np.abs(merged - adapted).max():.0e}
 # Write three functions in `l20_merge_export.py`:
 #
 # ```python
-# def merged(weight, lora_A, lora_B, scaling) -> np.ndarray:
-# def interleave(rows, n_heads) -> np.ndarray:
-# def gguf_alpha(lora_alpha, scalings, ranks) -> float:
+# def merged(weight, lora_A, lora_B, scaling) -> np.ndarray: ...
+# def interleave(rows, n_heads) -> np.ndarray: ...
+# def gguf_alpha(lora_alpha, scalings, ranks) -> float: ...
 # ```
 #
 # ```
@@ -86,85 +83,47 @@ print(f"merged against separate: differ by ~{np.abs(merged - adapted).max():.0e}
 # llorch learn check 20 --chain      # all four files, written and read again
 # ```
 #
-# Then nothing is left to write. From a text to a token, from a token to a loss, and from the loss to a file that
-# llama.cpp loads: you have computed every number, and two engines have checked it.
+# **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the first wrong
+# number or the tensors with other bytes ([below](#a-mistake-to-plant)). Green is one line with `PASS`
+# ([below](#run-it)), and `llorch learn list` shows `PASS` next to 20.
 #
 # ## Run it
 #
-# One matrix, as PEFT merges it:
+# The head of 4 from above, then the alpha of two matrices with scale 2: with ranks 4 and 4, one alpha fits. With ranks
+# 4 and 8, none does.
 
 # %%
-from llorch.judging.expectations.training_refs import MERGED_REF
-from llorch.judging.goldens.training_recipe import MERGED
-
-actual, expected = MergedWeights(weights, adapter).array(MERGED), golden.shown(MERGED_REF)
-print(MERGED, actual.shape, f"moved by up to {np.abs(actual - weights.array(MERGED)).max():.3f}")
-print(
-    f"~{np.sum(actual != expected)} of {actual.size} numbers are not PEFT's, "
-    f"by ~{np.abs(actual - expected).max():.0e} at most"
-)
+print(interleave(np.arange(4)[:, None], n_heads=1).ravel())
+for ranks in ([4, 4], [4, 8]):
+    print(ranks, gguf_alpha(8, np.array([2.0, 2.0]), np.array(ranks)))
+print(check_functions("20", **parts))
 
 # %% [markdown]
-# An adapter file, written by llorch and read by the `gguf` package:
-
-# %%
-import tempfile
-from pathlib import Path
-
-from llorch.judging.expectations.adapter_files import gguf_table
-from llorch.lora.gguf_format import write_lora_gguf
-
-with tempfile.TemporaryDirectory() as folder:
-    write_lora_gguf(adapter, Path(folder) / "adapter.gguf", weights.config)
-    table = gguf_table(Path(folder) / "adapter.gguf")
-print(f"{len(table)} entries, equal to the file that llama.cpp loaded: {table == golden.files['lora_gguf']}")
-for name in ("blk.0.attn_q.weight.lora_a", "blk.0.attn_q.weight.lora_b", "adapter.lora.alpha"):
-    print(f"{name:27} {table[name][:30]}")
-
-# %% [markdown]
+# ## A mistake to plant
 #
-# ## The mistake
+# Return the rows of $B$ in their old order. A conversion that only loops over names does so. Shapes fit, the file
+# loads, and llama.cpp prints no warning.
+
+# %%
+wrong = typed_mistakes(BY_NUMBER["20"])["interleave"]["export-b-rows-not-permuted"]
+print(check_functions("20", interleave=wrong))
+
+# %% [markdown]
+# Half of the adapter's effect goes wrong, and the text is still fluent. The check compares bytes with the file from
+# which llama.cpp made the right logits.
 #
-# The mistake does not reorder the rows of $B$. Shapes fit, the file loads, llama.cpp prints no warning, and the
-# model writes text. A conversion that only loops over names makes this mistake. Here is its effect on the logits:
-# llorch's model with an adapter whose rows of q and k are in another order than those of the base.
-
-# %%
-from dataclasses import replace
-
-from llorch.files.tensor_names import interleave
-from llorch.lora.adapter import LoraTensors
-
-heads = {"q_proj": weights.config.n_heads, "k_proj": weights.config.n_kv_heads}
-mixed = {
-    name: LoraTensors(lora.lora_A, interleave(lora.lora_B, heads[name[-6:]])) if name[-6:] in heads else lora
-    for name, lora in adapter.tensors.items()
-}
-wrong = logits_of(AdaptedWeights(weights, replace(adapter, tensors=mixed)), documents)
-print(f"rows as they should be: off by ~{np.abs(merged - adapted).max():.0e}")
-print(f"in the other order:     off by {np.abs(wrong - adapted).max():.2f}")
-
-# %% [markdown]
-# Half of the adapter's effect goes wrong, and the text is still fluent. The check names the mistake:
-
-# %%
-from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
-
-typed = typed_mistakes(BY_NUMBER["20"])
-print(inspect.getsource(typed["interleave"]["export-b-rows-not-permuted"]))
-print(check_functions("20", interleave=typed["interleave"]["export-b-rows-not-permuted"]))
-
-# %% [markdown]
-# Merging has another mistake, which no formula shows: a script that runs again on its result merges twice.
-
-# %%
-for name, function in typed["merged"].items():
-    lora, s, w = adapter.tensors[MERGED], adapter.scaling(MERGED), weights.array(MERGED)
-    difference = np.abs(function(w, lora.lora_A, lora.lora_B, s) - expected).max()
-    print(f"{name:20} s = {s}   off by {difference:.3f}")
-
-# %% [markdown]
-# Merging twice and merging without the scale give the same error here: $s$ is 0.5 in this matrix, and $2 s B A$ is
-# $B A$. One matrix cannot tell them apart. So the check also compares the logits of the merged model, where the other
-# matrices have other scales.
+# Merging has a mistake that no formula shows: a script that runs again on its result merges twice.
+#
+# ## Both engines
+#
+# - PEFT rounds the product before it adds it. llorch rounds once. Some elements differ in their last bit.
+# - llama.cpp applies an adapter in its graph, `scale * (B (A x))`, and never merges.
+# - llama.cpp's converter writes only the adapter's alpha. With rank-stabilised LoRA or alpha patterns, its files give
+#   another scale, without an error.
+# - A tied base has no output matrix in GGUF, so a LoRA file cannot hold an adapter of it. Merge instead.
+#
+# Nothing is left to write. From a text to a token, from a token to a loss, and from the loss to a file that llama.cpp
+# loads: you have computed every number, and two engines have checked it. `llorch learn certificate` records it, and
+# `llorch learn museum` lists bugs of real engines, whose cause you find from the numbers.
+#
+# [For porters](PORTING.md): reference code, compared values and all known mistakes of this lesson.

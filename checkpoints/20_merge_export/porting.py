@@ -17,10 +17,49 @@
 # All of them loaded llorch's files. This is the distance of each from PEFT in float64:
 
 # %%
+import numpy as np
+
+from llorch.judging.expectations.training import stored
+from llorch.judging.expectations.training_refs import at
+
+weights, golden = stored("micro-llama")
 reference = golden.reference("chained", at("adapted_logits"))
 for kind, engine in (("peft_folder", "PEFT"), ("merged_folder", "transformers"), ("lora_gguf", "llama.cpp")):
     error = np.linalg.norm(golden.shown(at("exported_logits", part=kind)) - reference) / np.linalg.norm(reference)
     print(f"{kind:14} in {engine:13} {error:.1e}")
+
+# %% [markdown]
+# Here is the effect of rows in another order on the logits: llorch's model with an adapter whose rows of q and k do not
+# have the order of the base. Half of the adapter's effect goes wrong.
+
+# %%
+from dataclasses import replace
+
+from llorch.files.tensor_names import interleave
+from llorch.judging.runners.training_numpy import logits_of
+from llorch.lora.adapted_weights import AdaptedWeights
+from llorch.lora.adapter import LoraTensors
+from llorch.lora.merge import MergedWeights
+
+weights, adapter = weights.astype(np.float32, keep=True), golden.adapter_for(weights.config)
+documents = [ids for ids, _ in golden.batches[0].each_document()]
+heads = {"q_proj": weights.config.n_heads, "k_proj": weights.config.n_kv_heads}
+mixed = {
+    name: LoraTensors(lora.lora_A, interleave(lora.lora_B, heads[name[-6:]])) if name[-6:] in heads else lora
+    for name, lora in adapter.tensors.items()
+}
+base, adapted, merged, wrong = (
+    logits_of(w, documents)
+    for w in (
+        weights,
+        AdaptedWeights(weights, adapter),
+        MergedWeights(weights, adapter),
+        AdaptedWeights(weights, replace(adapter, tensors=mixed)),
+    )
+)
+print(f"the adapter moves logits by up to {np.abs(adapted - base).max():.2f}")
+print(f"merged against separate:  ~{np.abs(merged - adapted).max():.0e} apart")
+print(f"rows in the other order:  {np.abs(wrong - adapted).max():.2f} apart")
 
 # %% [markdown]
 # - PEFT rounds the product before it adds it. llorch rounds once. Some elements differ by an ulp.
@@ -58,7 +97,7 @@ for kind, engine in (("peft_folder", "PEFT"), ("merged_folder", "transformers"),
 # <!-- generated: equal -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from checkpoints.generated.half import CHECKPOINT as TORCH
 from checkpoints.generated.half import torch_blocks
+from checkpoints.generated.lessons import lesson_tables, route
 from checkpoints.generated.quantised import exact_errors, quantised_blocks
 from checkpoints.generated.tables import Blocks, index_blocks, models_with_goldens, page_blocks
 from checkpoints.generated.training import trainers, training_blocks
@@ -41,9 +42,9 @@ def generated(
     """Compute the generated blocks of the pages from the goldens.
 
     Args:
-        folder: Folder with the index and one folder per checkpoint.
+        folder: Folder with both indexes and one folder per checkpoint.
         numbers: Numbers of the checkpoints whose pages are wanted.
-        index: Make the blocks of the index, too.
+        index: Make the blocks of both indexes, too.
 
     Returns:
         Page to its blocks.
@@ -60,7 +61,9 @@ def generated(
     pages |= {page(folder, number): {} for number in numbers}
     if index:
         comparisons = [*_forward_rows(goldens), *quantised_rows(), *training_rows()]
-        pages[folder / "README.md"] = index_blocks(comparisons, goldens, CHECKPOINTS, trainers())
+        lessons, porting = indexes(folder)
+        pages[lessons] = {"route": route(), "path": lesson_tables()}
+        pages[porting] = index_blocks(comparisons, goldens, CHECKPOINTS, trainers())
     return pages
 
 
@@ -110,6 +113,11 @@ def quantised_rows() -> Sequence[Comparison]:
 def training_rows() -> Sequence[Comparison]:
     """List all comparisons of checkpoints 15 to 20, as NumPy runs and in float64."""
     return [c for name in TRAINED for c in verify_training_stored(name) if c.backend in SHOWN]
+
+
+def indexes(folder: Path) -> tuple[Path, Path]:
+    """Return the paths of the index of the lessons and of the index for people who port a model."""
+    return folder / "README.md", folder / "PORTING.md"
 
 
 def page(folder: Path, number: str) -> Path:

@@ -113,7 +113,7 @@ def mistakes(number: str) -> str:
 def index_blocks(
     comparisons: Sequence[Comparison], goldens: Mapping[str, Golden], names: Mapping[str, str], trainers: Iterable[str]
 ) -> Blocks:
-    """Make the generated blocks of the index.
+    """Make the generated blocks of the index for people who port a model.
 
     Args:
         comparisons: Comparisons of all checkpoints and models.
@@ -128,7 +128,7 @@ def index_blocks(
     lines = (
         [
             number,
-            f"[{name}]({number}_{name}/README.md)",
+            f"[{name}]({number}_{name}/PORTING.md)",
             _compared(number, comparisons),
             str(len(of_checkpoint(number)) or ""),
         ]

@@ -1,8 +1,9 @@
-"""The checkpoint pages: their links lead somewhere, what fills them is strict.
+"""The checkpoint pages: their links lead somewhere, what fills them is strict, lessons are short and show no answer.
 
 `python checkpoints/build.py --check`, a step of `.ci/run`, fails if a generated part is not current.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -13,44 +14,54 @@ import pytest
 from helpers.refusals import refuses
 
 from checkpoints.generated import pages
-from checkpoints.generated.pages import END, FOLDER, page, render, same
+from checkpoints.generated.lessons import lesson_tables, route
+from checkpoints.generated.pages import END, FOLDER, START, indexes, page, porting_page, render, same
 from checkpoints.generated.tables import equal, table
-from llorch.apps.learn.lessons import LESSONS, Lesson, hints_of, stub_of, typed_mistakes
+from llorch.apps.learn.lessons import BLOCKS, BY_NUMBER, LESSONS, Lesson, hints_of, stub_of, typed_mistakes
 from llorch.judging.compare import compare_exact
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import CHECKPOINTS, STAGES
 
-ALL = [FOLDER / "README.md", *(page(FOLDER, number) for number in CHECKPOINTS)]
-IDS = ["index", *(path.parent.name for path in ALL[1:])]
-EVERY_PAGE = pytest.mark.parametrize("path", ALL, ids=IDS)
+ALL = [*indexes(FOLDER), *(kind(FOLDER, number) for number in CHECKPOINTS for kind in (page, porting_page))]
+EVERY_PAGE = pytest.mark.parametrize("path", ALL, ids=lambda path: f"{path.parent.name}/{path.stem}")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([a-z-]+))?\)")
 LINE = "<!-- generated: distances -->\n| `q_rope` | 3.5e-05 | ~3e-08 | 1.5e-04 |\n<!-- end -->\n"
 
 
 def test_there_is_one_folder_for_each_number():
-    assert {path.name for path in FOLDER.glob("[0-9]*")} == {path.parent.name for path in ALL[1:]}
+    assert {path.name for path in FOLDER.glob("[0-9]*")} == {page(FOLDER, number).parent.name for number in CHECKPOINTS}
 
 
 def test_label_of_a_link_is_the_name_of_the_file_that_it_leads_to():
     links = [
         (path, label, target)
-        for path in (*FOLDER.parent.glob("*.md"), *FOLDER.rglob("*.md"), *FOLDER.glob("*/lesson.py"))
+        for path in (*FOLDER.parent.glob("*.md"), *FOLDER.rglob("*.md"), *FOLDER.glob("*/*.py"))
         for label, target in re.findall(r"\[`([\w./]+\.py)`\]\(([^)#]+)", path.read_text(encoding="utf-8"))
     ]
     assert len(links) > 20
     assert [link for link in links if not link[2].endswith(link[1])] == []
 
 
-def lesson_rows(path):
-    """Number to idea and minutes, of the table of lessons of a page."""
-    rows = re.findall(r"^\| (\d\d\w?) \| \[.*?\]\(.*?\) \| (.*?) \|.*?(\d+) \|$", path.read_text(), re.MULTILINE)
-    return {number: (idea, minutes) for number, idea, minutes in rows if "`" not in idea}
+def test_the_index_lists_the_blocks_of_the_path_with_every_lesson_and_its_minutes():
+    text = indexes(FOLDER)[0].read_text(encoding="utf-8")
+    assert render(text, {"route": route(), "path": lesson_tables()}, label="index") == text
+    assert re.findall(r"^### (.*)$", text, re.MULTILINE) == [*BLOCKS]
+    rows = re.findall(r"^\| (\w+) \| \[[\w ]+\]\(([^)]*)\) \|.*\| (\d+) \|$", text, re.MULTILINE)
+    assert [(number, int(minutes)) for number, _, minutes in rows] == [(each.number, each.minutes) for each in LESSONS]
+    linked = {number: target for number, target, _ in rows}
+    assert {number: page(Path(), number).as_posix() for number in CHECKPOINTS}.items() <= linked.items()
 
 
-def test_both_tables_of_lessons_agree():
-    index, guide = (lesson_rows(FOLDER / name) for name in ("README.md", "guide/learning.md"))
-    assert index == guide
-    assert {*guide} == {*CHECKPOINTS}
+def test_pages_count_the_same_lessons_and_hours():
+    required = [lesson for title, block in BLOCKS.items() if "(optional)" not in title for lesson in block]
+    allowed = {
+        (str(len(lessons)), f"{sum(each.minutes for each in lessons) / 60:.1f}") for lessons in (LESSONS, required)
+    }
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *FOLDER.rglob("*.md"))]
+    counts = {count for text in texts for count in re.findall(r"\b(\d+) lessons", text)}
+    hours = {hour for text in texts for hour in re.findall(r"lessons, which take (\S+) hours", text)}
+    assert counts == {count for count, _ in allowed}
+    assert hours == {hour for _, hour in allowed}
 
 
 @EVERY_PAGE
@@ -74,8 +85,8 @@ def test_text_is_ascii_and_tables_have_whole_lines_and_nothing_that_a_reader_of_
 
 
 @pytest.mark.parametrize("number", CHECKPOINTS)
-def test_a_page_names_its_tests_and_its_stages(number):
-    text = page(FOLDER, number).read_text(encoding="utf-8")
+def test_a_page_for_porters_names_its_tests_and_its_stages(number):
+    text = porting_page(FOLDER, number).read_text(encoding="utf-8")
     assert re.search(rf"pytest -k \"?checkpoint.{number}\b", text)
     for stage in (stage for stage in STAGES if stage.checkpoint == number):
         (line,) = [line for line in text.splitlines() if line.startswith(f"| `{stage.name}`") and "](" in line]
@@ -195,7 +206,13 @@ def test_added_lines_are_found_with_their_file_in_one_run_for_each_part():
     assert list(added(page)) == [("x.py", "b\nc"), ("x.py", "d"), ("y", "e")]
 
 
-BLOCKS = ("where we are", "idea", "maths", "picture", "reference", "run it", "mistake", "exercise", "engines differ")
+HEADINGS = {
+    page: ("where we are", "idea", "maths", "picture", "exercise", "run it", "mistake", "both engines"),
+    porting_page: ("reference", "engines differ", "compared values", "check it"),
+}
+MOST_WORDS = 1300  # of a lesson: text, code and output, without what is folded
+IMPORTED = re.compile(r"numpy|llorch(\.ops(\.\w+)?|\.apps\.learn(\.\w+)?)?")
+FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
 EVERY_LESSON = pytest.mark.parametrize("number", CHECKPOINTS)
 FETCHED = re.compile(r"!\[[^]]*\]\(https?:|<(?:img|script|iframe|link|video)\b")
 NUMPY_ONLY = """
@@ -206,12 +223,34 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 @EVERY_LESSON
-def test_a_page_has_the_nine_blocks_in_their_order(number: str):
-    text = page(FOLDER, number).read_text(encoding="utf-8")
-    headings = iter(re.findall(r"^## (.*)$", text.lower(), re.MULTILINE))
-    assert [block for block in BLOCKS if not any(block in heading for heading in headings)] == []
-    assert f"llorch learn check {number}" in text
-    assert "](fig/where.svg)" in text
+def test_both_pages_have_their_headings_in_order(number: str):
+    for kind, expected in HEADINGS.items():
+        text = kind(FOLDER, number).read_text(encoding="utf-8")
+        headings = iter(re.findall(r"^## (.*)$", text.lower(), re.MULTILINE))
+        assert [block for block in expected if not any(block in heading for heading in headings)] == []
+    lesson = page(FOLDER, number).read_text(encoding="utf-8")
+    assert f"llorch learn check {number}" in lesson
+    assert "](fig/where.svg)" in lesson
+    assert "](PORTING.md)" in lesson
+
+
+def open_text(number: str) -> str:
+    """Return the page of a lesson without what is folded."""
+    return FOLDED.sub("", page(FOLDER, number).read_text(encoding="utf-8"))
+
+
+@EVERY_LESSON
+def test_a_lesson_is_short_and_has_no_generated_table(number: str):
+    assert len(open_text(number).split()) <= MOST_WORDS
+    assert START not in page(FOLDER, number).read_text(encoding="utf-8")
+
+
+@EVERY_LESSON
+def test_a_lesson_imports_only_public_modules(number: str):
+    tree = ast.parse(page(FOLDER, number).with_name("lesson.py").read_text(encoding="utf-8"))
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert [name for name in names if not IMPORTED.fullmatch(name) and (number, name) != ("14", "torch")] == []
 
 
 @EVERY_LESSON
@@ -221,13 +260,19 @@ def test_a_page_shows_nothing_that_is_fetched_from_elsewhere(number: str):
         assert not re.search(r"(?:href|src)=[\"'](?!#|data:)|url\((?!#)|@import", figure.read_text(encoding="utf-8"))
 
 
+def code_lines(text: str) -> set[str]:
+    """Return the lines that are long enough to give something away, without spaces, comments and imports."""
+    lines = (re.sub(r"\s", "", line.partition("#")[0]) for line in text.splitlines() if "import " not in line)
+    return {line for line in lines if len(line) >= 15 and not line.startswith("def")}
+
+
 @EVERY_LESSON
-def test_a_page_folds_the_reference_code_that_the_exercise_asks_for(number: str):
-    text = page(FOLDER, number).read_text(encoding="utf-8")
-    shown = re.sub(r"<details>.*?</details>", "", text[: text.index("## Exercise")], flags=re.DOTALL)
-    defined = set(re.findall(r"^def (\w+)\(", shown, re.MULTILINE))
-    assert "<details>" in text[: text.index("## Exercise")]
-    assert not defined & {exercise.name for lesson in LESSONS if lesson.number == number for exercise in lesson.parts}
+def test_a_lesson_shows_neither_its_answer_nor_a_line_of_it(number: str):
+    shown = open_text(number)
+    for exercise in (exercise for lesson in LESSONS if lesson.number == number for exercise in lesson.parts):
+        solution = hints_of(BY_NUMBER[number])[exercise.name][-1]
+        assert code_lines(solution) & code_lines(shown) == set()
+        assert not re.search(rf"^def {exercise.name}\(.*:\n +\S", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
@@ -251,14 +296,3 @@ def test_a_lesson_runs_as_a_plain_script_and_up_to_13_with_numpy_alone(number: s
     done = subprocess.run([sys.executable, *alone, lesson], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
-
-
-@pytest.mark.parametrize("path", ["checkpoints/guide/learning.md", "checkpoints/README.md"])
-def test_the_tables_list_the_lessons_in_their_order_with_their_minutes(path: str):
-    text = (FOLDER.parent / path).read_text(encoding="utf-8").split("<!-- generated: ")[0]
-    found = {
-        no: int(m) for no, m in re.findall(r"^\| (\w+) \| \[[\w ]+\]\([^)]*\) \|.*\| (\d+) \|$", text, re.MULTILINE)
-    }
-    assert sorted(found) == sorted(CHECKPOINTS)
-    told = {lesson.number: lesson.minutes for lesson in LESSONS if lesson.number in CHECKPOINTS}
-    assert [(number, minutes) for number, minutes in found.items() if number in told] == list(told.items())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
+from builders.vocabularies import published_model
 from helpers.command_line import invoke, spawn
 from helpers.refusals import refuses
 from readme_blocks import PAGES as MARKED
@@ -39,11 +40,12 @@ SHELL = dict.fromkeys(  # each line once, in the order of the pages
 TRAINING, LEARNING, FIRST = (readme_block(name).splitlines() for name in ("train", "learn", "first-lesson"))
 FINE_TUNING = readme_block("fine-tune").splitlines()
 PORTING = readme_block("port").splitlines()  # run by test_port_in_c.py
+PUBLISHED = readme_block("published").splitlines()
 PARSED = [line for line in SHELL if "path/to" in line]
 BUILTIN_ONLY = [
     pytest.param(line, marks=pytest.mark.nightly if "verify" in line or "--mesh" in line else ())
     for line in SHELL
-    if line not in (*PARSED, *TRAINING, *FINE_TUNING, *PORTING, *LEARNING, *FIRST)
+    if line not in (*PARSED, *TRAINING, *FINE_TUNING, *PUBLISHED, *PORTING, *LEARNING, *FIRST)
     and line not in ("llorch serve story", "llorch verify")  # a server ends when it is told to: tests/cli/test_serve.py
 ]  # the last runs in tests/cli/test_verify.py, beside the figures of benchmarks/README.md
 
@@ -54,15 +56,24 @@ def test_the_table_of_the_atlas_is_the_one_that_was_made():
     assert shown in PAGES["benchmarks/atlas/results/README.md"]
 
 
-def test_the_first_two_blocks_are_the_two_commands():
+def test_the_first_two_blocks_get_and_install_llorch():
     first, second = (readme_block(name) for name in ("install", "test"))
-    clone, *blocks = [block for _, block in BLOCK.findall(README)][:3]
+    clone, install = [block for _, block in BLOCK.findall(README)][:2]
     assert re.fullmatch(r"git clone <[a-z ]+> llorch && cd llorch\n", clone)  # until there is a public address
-    assert blocks == [first, second]
+    assert install == first
     assert first.splitlines() == ["pip install -c constraints.txt -e .", "llorch verify"]
     install, tests = second.splitlines()
     assert (install, tests.split()[0]) == ('pip install -c constraints.txt -e ".[dev]"', "pytest")
     assert tests.endswith("pytest -k checkpoint")
+
+
+def test_the_four_doors_come_first_each_with_commands_and_a_verdict():
+    doors = re.split(r"^## (.*)\n", README, flags=re.MULTILINE)[1:9]
+    assert doors[::2] == ["Port a model", "Learn how it works", "Fine-tune", "Serve"]
+    for text in doors[1::2]:
+        commands, verdict = text.index("```\n"), text.index("<!-- printed: ")
+        assert commands < verdict
+        assert text[:commands].count("\n") <= 8  # lines of prose, with their marker
 
 
 def test_readme_counts_are_right_and_each_stage_has_three_outputs():
@@ -174,6 +185,24 @@ def test_fine_tuning_prints_what_the_readme_shows(n_steps: int | None, tmp_path:
     assert losses(trained.output)[0] == before  # of the model as it is shipped: it has four digits on any processor
     assert n_steps or float(losses(trained.output)[1]) == pytest.approx(float(after), rel=0.05)
     assert told.stdout.strip()
+
+
+@pytest.mark.nightly
+@pytest.mark.live
+@pytest.mark.weights
+def test_a_published_model_becomes_a_pirate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "smollm2.gguf").symlink_to(published_model())
+    (tmp_path / "reference_outputs").symlink_to(ROOT / "reference_outputs")
+    monkeypatch.chdir(tmp_path)
+    chats, train, merge, answer = PUBLISHED
+    python = shlex.quote(sys.executable)
+    subprocess.run(re.sub("^python", python, chats), shell=True, check=True)
+    for line in (train, merge):
+        done = invoke(*shlex.split(line)[1:])
+        assert done.exit_code == 0, done.output
+    said = subprocess.run(re.sub("^python", python, answer), shell=True, capture_output=True, text=True, check=True)
+    shown = readme_block("published", kind="printed")
+    assert said.stdout.split()[:2] == shown.split()[:2]  # the rest may differ on another processor
 
 
 def test_the_server_answers_what_the_readme_shows():

@@ -1,9 +1,13 @@
 """The site, built and looked at: it loads nothing from elsewhere, is as wide as the screen, and shows its formulas."""
 
+import json
 import re
-from urllib.parse import unquote
+import time
+from urllib.parse import quote_plus, unquote
 
 import pytest
+
+from llorch.stages.table import CHECKPOINTS
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("sphinx", reason="NOT RUN: sphinx is not installed; pip install -c constraints.txt -e '.[docs]'")
@@ -13,6 +17,7 @@ LOADED = re.compile(  # a link that is followed when somebody clicks is none of 
     r"|url\([\"']?(?:https?:)?//[^)]*\)|@import[^;]*//[^;]*;|\bfetch\([\"']https?:"
 )
 FORMULAS = "document.querySelectorAll('mjx-container svg').length"
+RESULTS = "[...document.querySelectorAll('#search-results li > a')].map(link => link.textContent)"
 RENDERED = "MathJax.startup.promise.then(() => true)"
 
 
@@ -27,6 +32,35 @@ def test_every_link_leads_to_a_file_of_the_site(site):
     for page in pages:
         links = set(re.findall(r'<a\b[^>]*?href="(?![a-z]+:|#|//)([^"#?]+)', page.read_text(encoding="utf-8")))
         assert [link for link in links if not (page.parent / unquote(link)).exists()] == [], page
+
+
+def test_every_lesson_can_be_downloaded_as_a_notebook(site):
+    for number, name in CHECKPOINTS.items():
+        page = site / f"checkpoints/{number}_{name}/README.html"
+        (link,) = re.findall(r'href="([^"]+\.ipynb)"', page.read_text(encoding="utf-8"))
+        cells = json.loads((page.parent / link).read_text(encoding="utf-8"))["cells"]
+        assert {cell["cell_type"] for cell in cells} == {"code", "markdown"}
+
+
+def test_code_has_a_button_that_copies_it(site, browser):
+    browser.open(site / "index.html", width=1280)
+    assert browser.evaluate("document.querySelectorAll('.highlight .copybtn').length") > 8
+
+
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [
+        ("port a model", "llorch"),
+        ("exclamation marks", "Museum of bugs"),
+        ("norm-eps-outside-root", "01 rms_norm: for porters"),
+    ],
+)
+def test_the_search_finds_the_landing_page_symptoms_and_names_of_mistakes(site, browser, words, title):
+    browser.visit(f"{(site / 'search.html').as_uri()}?q={quote_plus(words)}", width=1280)
+    deadline = time.monotonic() + 20
+    while title not in (titles := browser.evaluate(RESULTS)):
+        assert time.monotonic() < deadline, titles
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("text", ['<script src="https://a/b.js">', "<link href=//a/b.css>", "url(http://a/b.woff)"])

@@ -1,7 +1,9 @@
 """The command that writes pages: what is not current is found and written; a lesson that fails says where."""
 
+import json
 import re
 import shutil
+from base64 import b64decode
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,11 +18,13 @@ pytest.importorskip(
 )
 
 from checkpoints import build
-from checkpoints.drawing import ROWS, draw, same_figure, strip
+from checkpoints.drawing import draw, same_figure
 from checkpoints.executing import executed
 from checkpoints.generated.pages import BLOCK
 from checkpoints.generated.tables import Blocks
-from llorch.apps.learn.lessons import LESSONS
+from checkpoints.maps import FORWARD, TRAINING, path_map, strip
+from checkpoints.notebook import notebook
+from llorch.apps.learn.lessons import BLOCKS, LESSONS
 from llorch.stages.table import CHECKPOINTS
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +41,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(LESSON, tmp_path / LESSON.name)
     monkeypatch.setattr(build, "FOLDER", tmp_path)
     monkeypatch.setattr(
-        build, "generated", lambda folder, numbers, index: {folder / LESSON.name / "README.md": tables()}
+        build,
+        "generated",
+        lambda folder, numbers, index: {
+            folder / LESSON.name / "README.md": {},
+            folder / LESSON.name / "PORTING.md": tables(),
+        },
     )
     monkeypatch.setattr(build, "executed", lambda lesson, root: cached_call(executed, lesson, lesson, root))
     monkeypatch.setattr(build, "draw", lambda number, lesson: cached_call(draw, lesson / "lesson.py", number, lesson))
@@ -54,8 +63,8 @@ def cached_call(make: Callable, lesson: Path, *arguments: object) -> object:
 
 @cache
 def tables() -> Blocks:
-    """Generated blocks of the repository's page."""
-    text = (LESSON / "README.md").read_text(encoding="utf-8")
+    """Generated blocks of the repository's page for porters."""
+    text = (LESSON / "PORTING.md").read_text(encoding="utf-8")
     return {match["name"]: match["body"].removesuffix("\n") for match in BLOCK.finditer(text)}
 
 
@@ -69,15 +78,15 @@ def built(*words: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("README.md", "differ in 175 of", "differ in 176 of"),  # what a cell printed
-        ("README.md", "| 6.8e-08 |", "| 6.9e-08 |"),  # in a table
+        ("README.md", "[[ 1.697", "[[ 1.698"),  # what a cell printed
+        ("PORTING.md", "| 6.8e-08 |", "| 6.9e-08 |"),  # in a table
         ("lesson.py", "[[3.0, 4.0]]", "[[3.0, 5.0]]"),
         ("fig/eps.svg", "eps forgotten", "eps left out"),
-        ("fig/where.svg", ">rms norm<", ">norm<"),
+        ("fig/where.svg", ">norm<", ">Norm<"),
     ],
 )
 def test_outdated_page_is_named_and_then_written(folder: Path, file: str, old: str, new: str):
-    good = {path: path.read_text(encoding="utf-8") for path in [folder / "README.md", *folder.glob("fig/*")]}
+    good = {path: path.read_text(encoding="utf-8") for path in [*folder.glob("*.md"), *folder.glob("fig/*")]}
     damaged = folder / file
     assert old in damaged.read_text(encoding="utf-8")
     damaged.write_text(damaged.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
@@ -129,24 +138,42 @@ def test_figures_are_the_same_but_for_last_digits(new: str, same: bool):
     assert same_figure('<path id="mabcdefabcd" d="M 1 20"/>', new) == same
 
 
-def test_the_strip_shows_every_checkpoint_in_the_order_of_the_lessons_and_lights_one():
-    numbers = [number for row in ROWS.values() for number in row]
-    assert sorted(numbers) == sorted(CHECKPOINTS)
-    learned = [lesson.number for lesson in LESSONS if lesson.number in CHECKPOINTS]
-    assert learned == [number for number in numbers if number in learned]
-    for number in numbers:
-        assert re.findall(r'class="box lit".*?class="no"[^>]*>(\w+)<', strip(number)) == [number]
+@pytest.mark.parametrize("number", CHECKPOINTS)
+def test_the_strip_lights_the_boxes_of_a_lesson(number: str):
+    lit = [label for label, numbers in (*FORWARD, *TRAINING) if number in numbers.split()]
+    assert lit
+    assert re.findall(r'class="step lit">.*?>([^<]+)</text>', strip(number)) == lit
+
+
+def test_the_map_has_a_box_for_every_lesson_in_the_order_of_the_path():
+    drawn = path_map()
+    assert re.findall(r'class="no"[^>]*>(\w+)<', drawn) == [lesson.number for lesson in LESSONS]
+    assert re.findall(r"<text x[^>]*>([A-Z][^<]*)</text>", drawn) == [*BLOCKS]
+    assert (ROOT / "checkpoints/lessons.svg").read_text(encoding="utf-8") == drawn
 
 
 @pytest.mark.parametrize("number", CHECKPOINTS)
-def test_page_before_the_exercise_folds_the_reference_code(number: str):
+def test_page_for_porters_folds_the_reference_code(number: str):
     folder = ROOT / f"checkpoints/{number}_{CHECKPOINTS[number]}"
-    before, exercise, _ = (folder / "README.md").read_text(encoding="utf-8").partition("\n## Exercise\n")
-    folded = re.findall(r"^<details>\n.*?^</details>$", before, re.DOTALL | re.MULTILINE)
-    lesson = (folder / "lesson.py").read_text(encoding="utf-8")
-    names = [name.rpartition(".")[2] for name in build.SOURCE.findall(lesson.replace("\n# ", "\n"))]
+    text = (folder / "PORTING.md").read_text(encoding="utf-8")
+    folded = re.findall(r"^<details>\n.*?^</details>$", text, re.DOTALL | re.MULTILINE)
+    source = (folder / "porting.py").read_text(encoding="utf-8")
+    names = [name.rpartition(".")[2] for name in build.SOURCE.findall(source.replace("\n# ", "\n"))]
     assert names
-    assert exercise
     for name in names:
         code = re.compile(rf"^ *(?:def|class) {name}\b", re.MULTILINE)
-        assert [len(code.findall(part)) for part in (before, "\n".join(folded))] == [1, 1], name
+        assert [len(code.findall(part)) for part in (text, "\n".join(folded))] == [1, 1], name
+
+
+def test_a_notebook_has_the_figures_inside_and_no_link_that_leads_out_of_it(tmp_path: Path):
+    (tmp_path / "fig").mkdir()
+    (tmp_path / "fig/a.svg").write_text("<svg/>")
+    lesson = tmp_path / "lesson.py"
+    lesson.write_text(
+        "# %% [markdown]\n# ![A](fig/a.svg) [01](../01/README.md) [far](https://a)\n#\n# ```math\n# x\n# ```\n"
+        "\n# %%\n1\n"
+    )
+    markdown, code = json.loads(notebook(lesson))["cells"]
+    assert "".join(markdown["source"]) == "![A](attachment:a.svg) 01 [far](https://a)\n\n$$\nx\n$$"
+    assert b64decode("".join(markdown["attachments"]["a.svg"]["image/svg+xml"])) == b"<svg/>"
+    assert "".join(code["source"]) == "1"

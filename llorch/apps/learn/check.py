@@ -1,23 +1,25 @@
 """Run the check of a lesson on an implementation, in this process."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from llorch.apps.learn.calling import all_frames, own_frames
 from llorch.apps.learn.checks.after_logits import ArgmaxCheck, FilterCheck, GenerationCheck, RowCheck
-from llorch.apps.learn.checks.forward import ForwardCheck
+from llorch.apps.learn.checks.forward import ForwardCheck, exercises_so_far, list_written
 from llorch.apps.learn.checks.foundation import BlocksCheck, FoundationCheck
 from llorch.apps.learn.checks.training import TrainingCheck
 from llorch.apps.learn.choice import Implementation
-from llorch.apps.learn.edge_cases import check_edge_cases
 from llorch.apps.learn.exercise import Call
+from llorch.apps.learn.guard import guard_function
 from llorch.apps.learn.judging import Check, Mode
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
+from llorch.apps.learn.small_cases import find_small_error
 from llorch.apps.learn.verdict import BORROWED, LessonReport
-from llorch.judging.types import Comparison
+from llorch.apps.learn.wrong_functions import find_causes
+from llorch.judging.types import Cause, Comparison
 from llorch.runtime.errors import LearnerFault, MissingExtra
 from llorch.stages.comparison import FAIL, PASS
 from llorch.stages.table import CHECKPOINTS, STAGES
@@ -69,37 +71,62 @@ def _judge_lesson(lesson: Lesson, implementation: Implementation, mode: Mode) ->
     """Run and judge the written exercises of one lesson, and search the cause of a failure."""
     unwritten, lesson_check, fault, traceback = implementation.unwritten(lesson.parts), make_check(lesson), "", ""
     implementation.notes.clear()
+    implementation.calls.clear()
     by_exercise: dict[str, list[Comparison]] = {}
+    small_errors: dict[str, str] = {}
     renamed = [implementation.renamed[name] for name in unwritten if name in implementation.renamed]
     try:
+        small_errors = dict(_run_small_cases(lesson, implementation))
         for exercise_name, comparison in lesson_check.comparisons(lesson, implementation, mode):
             by_exercise.setdefault(exercise_name, []).append(comparison)
-        if not LessonReport(lesson.number, "", by_exercise).wrong:
-            check_edge_cases(implementation, lesson.parts)
     except LearnerFault as error:
         fault = "\n    ".join([str(error), *own_frames(error.__cause__ or error)])
         traceback = all_frames(error)
     report = LessonReport(
-        lesson.number, "", by_exercise, unwritten, fault, traceback=traceback, notes=[*renamed, *implementation.notes]
-    )
-    if fault or report.wrong:
+        lesson.number, "", by_exercise, unwritten, fault, traceback=traceback, notes=[*renamed, *implementation.notes],
+        small_errors=small_errors,
+    )  # fmt: skip
+    if fault or report.wrong or small_errors:
         report = replace(report, label=FAIL)
     else:
         report = replace(report, label=BORROWED if unwritten or not by_exercise else PASS)
-    if not report.wrong:
+    if report.label != FAIL:
         return report
-    report = replace(report, where=_where(report.failures[0][0], implementation))
-    with suppress(LearnerFault):  # the comparisons before a fault may have a cause
-        report = replace(report, causes=lesson_check.find_causes(lesson, implementation, mode, report.failures))
-    if fault:
-        return _prefer_mistake(report)
-    return replace(report, label=BORROWED if unwritten else PASS, where="") if report.is_rounding else report
+    return _explain(report, lesson_check, lesson, implementation, mode)
 
 
-def _prefer_mistake(report: LessonReport) -> LessonReport:
-    """Make the fault (a raised error) a note if a known mistake explains the comparisons, and may cause the fault."""
-    is_named = any(cause.kind != "near miss" for cause in report.causes) and not report.is_rounding
-    return replace(report, fault="", notes=[*report.notes, report.fault.splitlines()[0]]) if is_named else report
+def _run_small_cases(lesson: Lesson, implementation: Implementation) -> Iterator[tuple[str, str]]:
+    """Yield the name of each written exercise that is wrong in a small case, and the wrong result."""
+    for exercise in list_written(lesson, implementation):
+        function = guard_function(exercise, implementation.written[exercise.name], record=implementation.calls)
+        with implementation.installed(()):  # without warnings
+            error = find_small_error(exercise, function, implementation.calls)
+        if error:
+            yield exercise.name, error
+
+
+def _explain(
+    report: LessonReport, lesson_check: Check, lesson: Lesson, implementation: Implementation, mode: Mode
+) -> LessonReport:
+    """Name the wrong function, and the mistakes that return its numbers; a failure by rounding alone passes."""
+    exercises = exercises_so_far(lesson, implementation) if mode == "chained" else list_written(lesson, implementation)
+    wrong = next((e for e in exercises if any(call.is_wrong for call in implementation.calls.of(e.name))), None)
+    causes: Sequence[Cause] = ()
+    if wrong is not None:
+        causes = find_causes(wrong, implementation.calls.of(wrong.name), implementation.written[wrong.name])
+    if report.wrong and not causes:
+        with suppress(LearnerFault):  # the comparisons before a fault may have a cause
+            causes = lesson_check.find_causes(lesson, implementation, mode, report.failures)
+    is_rounding = bool(causes) and causes[0].kind == "rounding"
+    if is_rounding and not report.fault and not report.small_errors:
+        return replace(report, causes=causes, label=BORROWED if report.unwritten else PASS)
+    if wrong is not None or report.wrong:
+        name = report.failures[0][0] if wrong is None else wrong.name
+        report = replace(report, where=_where(name, implementation))
+    if not causes or is_rounding:
+        return report
+    notes = [*report.notes, *report.fault.splitlines()[:1]]  # the mistake may have caused the fault
+    return replace(report, causes=causes, fault="", notes=notes)
 
 
 def _where(exercise_name: str, implementation: Implementation) -> str:

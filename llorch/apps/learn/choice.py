@@ -18,6 +18,7 @@ import numpy as np
 
 from llorch.apps.learn.exercise import Call, Exercise
 from llorch.apps.learn.folder import find_renamed, read_folder
+from llorch.apps.learn.function_calls import CallRecord
 from llorch.apps.learn.guard import guard_function
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, PARTS
 from llorch.apps.learn.program import PREFIX, Program
@@ -34,12 +35,14 @@ class Implementation:
         written: The functions that the learner has written.
         renamed: By unwritten exercise, a sentence about a function that seems to be it under another name.
         notes: Harmless observations of calls that the learner should know, each one once.
+        calls: Calls of the functions in checks.
     """
 
     def __init__(self, source: str, written: Mapping[str, Call], renamed: Mapping[str, str] | None = None) -> None:
         """Hold the functions that a learner wrote, by exercise name."""
         self.source, self.written, self.renamed = source, written, renamed or {}
         self.notes: dict[str, None] = {}
+        self.calls = CallRecord()
 
     def unwritten(self, exercises: Iterable[Exercise]) -> list[str]:
         """List the names of the exercises that are not written."""
@@ -61,7 +64,9 @@ class Implementation:
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # torch, of arguments
             for exercise in PARTS.values() if exercises is None else exercises:
                 if exercise.name in self.written:
-                    call = guard_function(exercise, self.written[exercise.name], note=self._note, live=live)
+                    call = guard_function(
+                        exercise, self.written[exercise.name], note=self._note, record=self.calls, live=live
+                    )
                     for replaced_name, adapt in exercise.places.items():
                         stack.enter_context(replaced(replaced_name, partial(adapt, call)))
             yield

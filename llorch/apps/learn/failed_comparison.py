@@ -2,25 +2,29 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 
 import numpy as np
 
 from llorch.apps.learn.checks.forward import suite_of
 from llorch.diagnosis.dump_checker import by_token, has_heads
 from llorch.diagnosis.mistakes import AFTER_LOGITS
+from llorch.diagnosis.patterns import describe_error, describe_mask, describe_non_finite
+from llorch.diagnosis.patterns.axes import Axis
 from llorch.judging.types import Comparison
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import BY_NAME
 
-CLEAR = 10.0  # errors of this multiple of the tolerance decide statements, so that rounding changes none
-CHANNELS = {"head_dim": "dim", "q_width": "dim", "kv_width": "dim", "ctx": "key", "vocab": "vocab"}  # axis: its name
+UNEXPLAINED = 1e-3  # largest share of the error that a pattern leaves, so that the first number does not contradict it
+CLEAR = 10.0  # properties are still right if they differ by less than this multiple of the tolerance
+CHANNELS = {  # axis: its name
+    "head_dim": "dim", "q_width": "dim", "kv_width": "dim", "ctx": "key", "vocab": "token id", "topk": "slot",
+    "experts": "expert", "v_heads": "head", "key_dim": "key dim", "value_dim": "value dim",
+}  # fmt: skip
 TRAINING_AXES = {  # group of stages -> axes, if they do not depend on the tensor
     "lora_delta": "token out", "adapted_logits": "token vocab", "merged_logits": "token vocab",
     "exported_logits": "token vocab", "token_losses": "token", "loss": "", "grad_norm": "", "learning_rate": "step",
     "loss_curve": "step", "norm_curve": "step", "merged_weight": "out in",
 }  # fmt: skip
-RESIDUAL = 1e-3  # largest share of an error that may remain if one factor explains the error
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class FailedComparison:
 
     def _by_token(self, array: np.ndarray) -> np.ndarray:
         """Reshape an array to (token, head, channel) if its axes are known."""
-        if self.stage is None:
+        if self.stage is None or not {"seq", "ctx"} & set(self.stage.axes.split()):
             return array
         return by_token(array, self.stage, suite_of(self.comparison.model).weights.config)
 
@@ -96,49 +100,30 @@ class FailedComparison:
                 f"axis {i}:" for i in range(self.differences.ndim)
             )
         axes = self.stage.axes.split()
+        if not {"seq", "ctx"} & set(axes):  # a state
+            return tuple(CHANNELS.get(axis, axis) for axis in axes)
         return "token", "head" if has_heads(self.stage) else "", CHANNELS.get(axes[-1], "channel")
 
     def pattern(self) -> str:
-        """Describe the wrong tokens, heads and channels, and the kind of the error."""
-        if self.stage is None:
-            return self._recognise()
-        names = [name for name in self._axes() if name]
-        clear = self.differences > CLEAR * self._limit
-        wrong = clear if clear.any() else self.is_wrong
-        masks = [np.asarray(wrong.any(axis=tuple({0, 1, 2} - {i}))) for i in ((0, 1, 2) if len(names) == 3 else (0, 2))]
-        text = "; ".join(_format_indices(name, mask) for name, mask in zip(names, masks, strict=True))
-        kind = self._recognise() or self._growth(masks[0])
-        return f"{text} -> {kind}" if kind else text
+        """Describe the part of the array that is wrong, and its values; empty if there is no pattern."""
+        shape = self.expected.shape
+        if not shape:
+            return ""
+        nouns, labels = (name.rstrip(":") or "head" for name in self._axes()), np.ogrid[tuple(map(slice, shape))]
+        axes = [Axis(noun, label, i) for i, (noun, label) in enumerate(zip(nouns, labels, strict=True))]
+        return (
+            describe_mask(self.actual, self.expected, axes)
+            or describe_non_finite(self.actual, self.expected, {}, axes)
+            or describe_error(
+                self.actual, self.expected, axes, tolerance=self.expectation.tolerance.error, unexplained=UNEXPLAINED
+            )
+        )
 
     @property
     def _limit(self) -> float:
         """Largest allowed difference of one number: `tolerance.worst`, in a unit or relative to the largest number."""
         finite = np.abs(self.expected[np.isfinite(self.expected)])
         return self.expectation.tolerance.worst * (self.expectation.unit or float(finite.max(initial=0.0)))
-
-    def _growth(self, tokens: np.ndarray) -> str:
-        """Describe the error if all tokens but the first are wrong; else return ""."""
-        fresh = self.expectation.stage_ref.n_cached == 0 and len(tokens) > 2
-        return (
-            "the mistake depends on positions or earlier tokens" if fresh and not tokens[0] and tokens[1:].all() else ""
-        )
-
-    def _recognise(self) -> str:
-        """Describe a wrong mask, numbers that are not finite, a factor or another order; return "" if none fits."""
-        masked = np.isneginf(self.expected) != np.isneginf(self.actual)
-        if masked.any():
-            return f"{int(masked.sum())} entries are masked on one side only"
-        if not np.isfinite(self.differences).all():
-            return f"{int((~np.isfinite(self.differences)).sum())} numbers are not finite"
-        expected, actual = (np.where(np.isfinite(x), x, 0.0) for x in (self.expected, self.actual))
-        if (factor := _factor(expected, actual)) is not None:
-            return f"every number is {factor:.5g} times the golden"
-        factors = [_factor(a, b) for a, b in zip(expected, actual, strict=True)] if expected.ndim > 1 else [None]
-        if all(row_factor is not None for row_factor in factors):
-            return "each token has a different factor"
-        if self._is_close(np.sort(expected, axis=None), np.sort(actual, axis=None)):
-            return "the same numbers in another order"
-        return ""
 
     def _is_close(self, a: np.ndarray, b: np.ndarray) -> bool:
         """Tell if two arrays differ by at most `CLEAR` times the tolerance, relative to `a`."""
@@ -164,28 +149,6 @@ def _training_axes(stage_ref: StageRef) -> tuple[str, ...]:
         ("block_in", "last_block_out"), "token channel"
     )
     return tuple(TRAINING_AXES.get(stage_ref.stage, part_axes.get(kind, "")).split())
-
-
-def _factor(expected: np.ndarray, actual: np.ndarray) -> float | None:
-    """Return the factor between two arrays if it explains the whole difference; else None."""
-    size = float(np.square(expected).sum())
-    if not size:
-        return None
-    factor = float((expected * actual).sum()) / size
-    error, residual = np.linalg.norm(actual - expected), np.linalg.norm(actual - factor * expected)
-    return factor if residual <= RESIDUAL * error and factor else None
-
-
-def _format_indices(name: str, mask: np.ndarray) -> str:
-    """Format the right and wrong indices of an axis: `token 0 right, tokens 1-11 wrong`."""
-    plural = name if name == "vocab" else f"{name}s"
-    if mask.all():
-        return f"all {plural}" if len(mask) > 1 else f"{name} 0"
-    runs = [(flag, [i for i, _ in run]) for flag, run in groupby(enumerate(mask), key=lambda pair: pair[1])]
-    if len(runs) > 4:
-        return f"{int(mask.sum())} of {len(mask)} {plural}"
-    texts = (f"{name} {run[0]}" if len(run) == 1 else f"{plural} {run[0]}-{run[-1]}" for _, run in runs)
-    return ", ".join(f"{text} {'wrong' if flag else 'right'}" for text, (flag, _) in zip(texts, runs, strict=True))
 
 
 def has_same_shape(comparison: Comparison) -> bool:

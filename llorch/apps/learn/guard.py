@@ -13,6 +13,7 @@ import numpy as np
 
 from llorch.apps.learn.calling import call_function, check_parameters, find_wrong_dtype, forbid_recursion, format_error
 from llorch.apps.learn.exercise import Call, Exercise
+from llorch.apps.learn.function_calls import CallRecord, FunctionCall
 from llorch.runtime.errors import LearnerFault
 
 Note = Callable[[str], None]
@@ -21,33 +22,41 @@ Tensor = Any  # of torch, which only lesson 14 imports
 ResultSpec = tuple[tuple[int, ...], np.dtype, bool]  # shape, dtype, has NaN: of a reference's result
 
 
-def guard_function(exercise: Exercise, function: Call, *, note: Note = lambda line: None, live: bool = False) -> Call:
-    """Wrap a learner's function in the checks of its exercise; `note` gets harmless observations."""
+def guard_function(
+    exercise: Exercise, function: Call, *, note: Note = lambda line: None, record: CallRecord | None = None,
+    live: bool = False,
+) -> Call:  # fmt: skip
+    """Wrap a learner's function in the checks of its exercise; `note` gets harmless observations.
+
+    Calls are recorded in `record`, unless they are `live`.
+    """
     if exercise.streams:
         return _guard_stream(exercise, function)
     if exercise.on_torch:
-        return _guard_on_torch(exercise, function, note=note)
+        return _guard_on_torch(exercise, function, note=note, record=record)
     specs: dict[object, list[ResultSpec]] = {}
     function = forbid_recursion(exercise, function)
 
     def call(**arguments: object) -> Any:
-        key = _shape_key(arguments) if live else None
+        key = _shape_key(arguments)
         if not specs:
             check_parameters(exercise, function, arguments)
+        expected: tuple[np.ndarray, ...] = ()
         if not live or key not in specs:
-            specs[key] = _run_reference(exercise, arguments)
+            expected = run_reference(exercise, arguments)
+            specs[key] = [(array.shape, array.dtype, _has_nan(array)) for array in expected]
         inputs = read_only(arguments, copy=not live)
         returned = call_function(exercise, function, inputs)
         if not live:
             _require_unchanged(exercise, arguments, inputs)
         arrays = _as_arrays(exercise, returned)  # first, because it checks the number of results
+        if record is not None and not live and all(array.dtype.kind in "fiub" for array in arrays):
+            record.add(exercise.name, key, FunctionCall(inputs, tuple(array.copy() for array in arrays), expected))
         for (name, value), array, spec in zip(exercise.results(returned).items(), arrays, specs[key], strict=True):
             if array.dtype != spec[1]:
                 _require_inner_dtypes(exercise, function, inputs, f"its {name} is {array.dtype} too")
             _require_like(exercise, name, array, spec, value)
             _check_nan(exercise, name, array, spec, note=note, live=live)
-            if any(np.shares_memory(array, argument) for argument in _arrays(inputs)):
-                note(f"{exercise.name}: {name} is a view of an argument; the check uses a copy")
         return arrays[0].copy() if len(arrays) == 1 else tuple(array.copy() for array in arrays)
 
     return call
@@ -59,7 +68,7 @@ def _require_inner_dtypes(exercise: Exercise, function: Call, arguments: Mapping
         raise LearnerFault(fault[0], f"{fault[1]} ({exercise.name} calls it, and {result})")
 
 
-def _guard_on_torch(exercise: Exercise, function: Call, *, note: Note) -> Call:
+def _guard_on_torch(exercise: Exercise, function: Call, *, note: Note, record: CallRecord | None) -> Call:
     """Wrap a function of torch tensors in its checks, because NumPy has no bfloat16; the function gets copies."""
     import torch  # only lesson 14 needs it
 
@@ -76,6 +85,9 @@ def _guard_on_torch(exercise: Exercise, function: Call, *, note: Note) -> Call:
         _require_like_tensor(exercise, actual, expected)
         if (nan := actual.isnan()).any() and not expected.isnan().any():
             note(f"{exercise.name}: {exercise.returns[0]} has {int(nan.sum())} NaN of {actual.numel()} numbers")
+        if record is not None and actual.dtype == torch.float32:  # in bfloat16 no wrong function has the same roundings
+            arrays = (tensor.detach().numpy().copy() for tensor in (actual, expected))
+            record.add(exercise.name, object(), FunctionCall(inputs, *((array,) for array in arrays)))
         return actual.contiguous()
 
     return call
@@ -126,9 +138,9 @@ def read_only(arguments: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
     return protected
 
 
-def _run_reference(exercise: Exercise, arguments: Mapping[str, Any]) -> list[ResultSpec]:
-    results = exercise.results(exercise.reference(**arguments)).values()
-    return [(array.shape, array.dtype, _has_nan(array)) for array in map(np.asarray, results)]
+def run_reference(exercise: Exercise, arguments: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+    """Return the results of llorch's function of an exercise."""
+    return tuple(map(np.asarray, exercise.results(exercise.reference(**arguments)).values()))
 
 
 def _shape_key(value: object) -> object:
@@ -208,10 +220,3 @@ def _check_nan(exercise: Exercise, name: str, array: np.ndarray, spec: ResultSpe
 
 def _has_nan(array: np.ndarray) -> bool:
     return array.dtype.kind == "f" and bool(np.isnan(array).any())
-
-
-def _arrays(arguments: Mapping[str, Any]) -> list[np.ndarray]:
-    arrays = []
-    for value in arguments.values():
-        arrays += _arrays(value) if isinstance(value, Mapping) else [value] if isinstance(value, np.ndarray) else []
-    return arrays

@@ -1,8 +1,9 @@
 """Interface of a lesson's check: it yields comparisons with their arrays, and causes that explain failures."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -17,22 +18,22 @@ Mode = Literal["isolated", "chained"]  # inputs of a stage: the golden's arrays,
 NamedComparison = tuple[str, Comparison]  # (name of the only installed exercise, or "" for several; comparison)
 
 
-class Check(Protocol):
+class Check(ABC):
     """Check of the lessons of one kind: forward pass, after the logits, quantised files or training."""
 
+    @abstractmethod
     def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[NamedComparison]:
         """Yield every comparison, with the learner's functions installed: the lesson's, or if chained all so far."""
-        ...
 
     def find_causes(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[NamedComparison]
     ) -> Sequence[Cause]:
-        """Name the known mistakes that explain the failed comparisons; empty if none does.
+        """Name causes of failed comparisons that no single call of a function shows; empty if there are none.
 
-        The first cause names the diagnosis. Equally good causes follow, then near misses, which explain only a part of
-        the error. A cause of kind `rounding` is no mistake and has no `stages`; if it comes first, the lesson passes.
+        The first cause names the diagnosis. Equally good causes follow. A cause of kind `rounding` is no mistake and
+        has no `stages`; if it comes first, the lesson passes.
         """
-        ...
+        return ()
 
 
 def judge_with_arrays(expectation: Expectation, actual: np.ndarray | None, *, model: str, backend: str) -> Comparison:

@@ -7,8 +7,7 @@ from functools import cached_property
 from textwrap import wrap
 
 from llorch.apps.learn.failed_comparison import ComparedNumber, FailedComparison, has_same_shape
-from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
-from llorch.diagnosis.verdict import percent
+from llorch.apps.learn.lessons import BLOCKS, BY_NUMBER, LESSONS, OPTIONAL
 from llorch.judging.types import Cause, Comparison
 from llorch.stages.comparison import FAIL, NOT_RUN, safe_ratio
 from llorch.stages.table import forward_rank
@@ -28,11 +27,12 @@ class LessonReport:
         by_exercise: Comparisons by exercise name. The key is "" if several exercises were installed together.
         unwritten: Exercises that are not written.
         fault: Error of the learner's code that ended the check, with its frames; empty if the check finished.
-        causes: Known mistakes, or rounding, that explain the failed comparisons; and near misses, which do not.
+        causes: Known mistakes, or rounding, that explain the failed comparisons.
         reason: Reason of NOT RUN.
         notes: Harmless observations that the learner should know.
         where: Wrong exercise, `my_llama/l01b_rope.py:14 rope()`; empty if there is none.
         traceback: Complete traceback of the fault.
+        small_errors: First wrong result in the small cases of an exercise, by name of the exercise.
     """
 
     lesson: str
@@ -45,6 +45,7 @@ class LessonReport:
     notes: Sequence[str] = ()
     where: str = ""
     traceback: str = field(default="", repr=False)
+    small_errors: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def comparisons(self) -> list[Comparison]:
@@ -83,16 +84,17 @@ class LessonReport:
             "first": asdict(failed.first) if failed else None,
             "worst": asdict(failed.worst) if failed else None,
             "pattern": failed.pattern() if failed else "",
-            "causes": [asdict(cause) | {"near_miss": cause.kind == "near miss"} for cause in self.causes],
+            "causes": [asdict(cause) for cause in self.causes],
             "rounding": self.is_rounding,
             "unwritten": [*self.unwritten],
             "fault": self.fault,
+            "small_cases": {**self.small_errors},
             "reason": self.reason,
             "notes": [*self.notes],
         }
 
     def __str__(self) -> str:
-        """Format the report as text: under 15 lines, one for a pass without notes."""
+        """Format the report as text: at most 16 lines, one for a pass without notes."""
         head = [f"checkpoint_{self.lesson}_{BY_NUMBER[self.lesson].name}", self.label]
         if self.label == FAIL:
             run = [f"{c.model}, {c.stage_ref.run}" for c in self.wrong[:1]]
@@ -108,13 +110,15 @@ class LessonReport:
     def _failed_lines(self) -> Iterator[str]:
         for line in self.fault.splitlines():
             yield f"  {line}"
+        for name, error in [*self.small_errors.items()][:1]:
+            yield from _line("small case", f"{name} {error}")
         if self.wrong and has_same_shape(self.wrong[0]):
             yield from self._number_lines(FailedComparison(self.wrong[0]))
         elif self.wrong:
             comparison = self.wrong[0]
             reason = comparison.note or f"error {comparison.difference.error:.1e}"
             yield from _line("first wrong", f"{_stage_key(comparison)}   {reason}")
-        if self.wrong:
+        if self.wrong or self.small_errors or self.causes:
             yield from self._diagnosis_lines()
         for note in self.notes[:MAX_NOTES]:
             yield from _line("note", note)
@@ -131,12 +135,17 @@ class LessonReport:
         yield from _line("worst", f"{worst.where}   difference {worst.difference:.1e}")
         engine_error = comparison.engine_error
         engine_text = "" if math.isnan(engine_error) else f" (engine's own error {engine_error:.0e})"
-        error = f"error {comparison.difference.error:.1e}, tolerance {comparison.tolerance.error:.1e}{engine_text}"
+        tolerance = f"tolerance {comparison.tolerance.error:.1e}{engine_text}"
+        if not comparison.tolerance.error:
+            tolerance = "all must be equal"
+        error = f"error {comparison.difference.error:.1e}, {tolerance}"
         extent = f"{int(failed.is_wrong.sum())} of {failed.differences.size} numbers; {comparison.note or error}"
         yield from _line("how much", extent)
         if pattern := failed.pattern():
             yield from _line("pattern", pattern)
-        yield from _line("still right", "; ".join([", ".join(failed.still_right()), *self._right_names()]))
+        right = [", ".join(failed.still_right()), *self._right_names()]
+        if right != ["shape, dtype"]:
+            yield from _line("still right", "; ".join(right))
 
     def _right_names(self) -> Iterator[str]:
         """Yield a list of the stages, and one of the models, that are right in every comparison."""
@@ -149,25 +158,14 @@ class LessonReport:
                 yield f"{prefix}{', '.join([*names][:MAX_NAMES] + more)}"
 
     def _diagnosis_lines(self) -> Iterator[str]:
-        """Yield the lines that name the mistake, equally good explanations and near misses."""
-        near = [cause for cause in self.causes if cause.kind == "near miss"]
-        causes = [cause for cause in self.causes if cause.kind != "near miss"]
-        if causes:
-            first, *equally_good = causes
-            value = f" ({first.value})" if first.value else ""
-            yield from _line("diagnosis", f"{first.name}{value}: {_explains(first)}")
-            yield from _line("", first.sentence)
-            if equally_good:
-                yield from _line("as well", ", ".join(cause.name for cause in equally_good))
-        else:
+        """Yield the lines that name the mistake, and other mistakes with the same results."""
+        if not self.causes:
             yield from _line("diagnosis", "this matches no known mistake")
-        if near:
-            near_causes = ", ".join(f"{cause.name} ({percent(cause.explained_share)})" for cause in near)
-            yield from _line("not the cause" if causes else "nearest", near_causes)
-
-
-def _explains(cause: Cause) -> str:
-    return f"explains {percent(cause.explained_share)} of the error" if cause.remaining else "explains the whole error"
+        for label, cause in zip(("diagnosis", "or"), self.causes, strict=False):
+            yield from _line(label, cause.name + (f" ({cause.value})" if cause.value else ""))
+            yield from _line("", cause.sentence)
+        if more := [cause.name for cause in self.causes[2 : 2 + MAX_NAMES]]:
+            yield from _line("or", ", ".join(more))
 
 
 def _run_order(comparison: Comparison) -> tuple[float, ...]:
@@ -199,12 +197,15 @@ def _summarise_pass(comparisons: Sequence[Comparison]) -> Iterator[str]:
     engine_text = "" if math.isnan(worst.engine_error) else f", the engine's own ~{worst.engine_error:.0e}"
     if worst.tolerance.error or worst.difference.error:
         yield f"worst error ~{worst.difference.error:.1e}, tolerance ~{worst.tolerance.error:.1e}{engine_text}"
-    yield f"{len(comparisons)} comparisons, {len({c.model for c in comparisons})} models"
+    counts = {"comparison": len(comparisons), "model": len({c.model for c in comparisons})}
+    yield ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
 
 
 def _next_lesson(number: str) -> Iterator[str]:
-    """Name the lesson after this one."""
-    for lesson in LESSONS[LESSONS.index(BY_NUMBER[number]) + 1 :][:1]:
+    """Name the lesson after this one; the path leaves out optional blocks, but for the one that this lesson is in."""
+    block = next(lessons for lessons in BLOCKS.values() if BY_NUMBER[number] in lessons)
+    later = LESSONS[LESSONS.index(BY_NUMBER[number]) + 1 :]
+    for lesson in [lesson for lesson in later if lesson in block or lesson.number not in OPTIONAL][:1]:
         yield f"next: {lesson.number} {lesson.name}"
 
 

@@ -14,6 +14,7 @@ NOUNS = {
     "head_dim": "dim", "key_dim": "dim", "value_dim": "dim", "experts": "expert", "topk": "expert slot", "taps": "tap",
     "vocab": "token id",
 }  # fmt: skip
+ROWS = ("position", "token")  # nouns of the axis of rows
 N_LISTED = 4  # most indices that are listed one by one
 MIN_PERIODS = 2  # fewest periods that show a remainder
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from llorch.diagnosis.patterns.axes import Axis
-from llorch.diagnosis.patterns.location import locate
+from llorch.diagnosis.patterns.axes import ROWS, Axis
+from llorch.diagnosis.patterns.location import UNEXPLAINED, locate
 from llorch.diagnosis.patterns.values import describe_values
 
 MAX_ELEMENTS = 2**24  # elements of the largest array that is examined
@@ -14,7 +14,7 @@ MIN_ROWS, MIN_RANK, MIN_GROWTH = 8, 0.95, 4.0  # rows, rank correlation and fact
 
 def describe_error(
     actual: np.ndarray, expected: np.ndarray, axes: Sequence[Axis], *, tolerance: float,
-    sources: Iterable[tuple[str, np.ndarray]] = (),
+    sources: Iterable[tuple[str, np.ndarray]] = (), unexplained: float = UNEXPLAINED,
 ) -> str:  # fmt: skip
     """Describe the error of an array in words; empty if it has no pattern.
 
@@ -24,19 +24,22 @@ def describe_error(
         axes: Axes of both.
         tolerance: Largest relative error of a right array.
         sources: Names and arrays of the same shape, of which the engine's array may be a copy.
+        unexplained: Largest share of the error that the values may leave.
     """
     actual, expected = (np.where(np.isneginf(expected), 0.0, array).astype(np.float64) for array in (actual, expected))
     error = np.abs(actual - expected)
     if actual.size > MAX_ELEMENTS or not np.isfinite(error).all() or not error.any():
         return ""
     location = locate(error, expected, axes, tolerance)
-    values = describe_values(actual, expected, location, axes, sources) or _describe_growth(error, expected, axes)
+    values = describe_values(actual, expected, location, axes, sources, unexplained) or _describe_growth(
+        error, expected, axes
+    )
     return ": ".join(filter(None, (location.words, values)))
 
 
 def _describe_growth(error: np.ndarray, expected: np.ndarray, axes: Sequence[Axis]) -> str:
     """Tell if the relative error of the rows grows with the position; empty if not."""
-    axis = next((axis.dimension for axis in axes if axis.noun == "position"), None)
+    axis = next((axis.dimension for axis in axes if axis.noun in ROWS), None)
     if axis is None or error.shape[axis] < MIN_ROWS:
         return ""
     errors, sizes = (

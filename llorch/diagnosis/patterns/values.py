@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from llorch.diagnosis.patterns.axes import N_LISTED, Axis, join_words
+from llorch.diagnosis.patterns.axes import N_LISTED, ROWS, Axis, join_words
 from llorch.diagnosis.patterns.location import UNEXPLAINED, Location
 from llorch.ops.rounding import ActivationKind, round_activations
 
@@ -20,18 +20,20 @@ Sources = Iterable[tuple[str, np.ndarray]]
 
 
 def describe_values(
-    actual: np.ndarray, expected: np.ndarray, location: Location, axes: Sequence[Axis], sources: Sources
-) -> str:
+    actual: np.ndarray, expected: np.ndarray, location: Location, axes: Sequence[Axis], sources: Sources,
+    unexplained: float = UNEXPLAINED,
+) -> str:  # fmt: skip
     """Describe the values of an array where its error is; empty if no rule holds.
 
-    `sources` yields names and arrays of which the values may be a copy, in the array's shape.
+    `sources` yields names and arrays of which the values may be a copy, in the array's shape. `unexplained` is the
+    largest share of the error that a rule leaves.
     """
     mask, total = location.mask, np.linalg.norm(actual - expected)
 
     def holds(predicted: np.ndarray) -> bool:
         with np.errstate(all="ignore"):
             rest = np.linalg.norm(actual - np.where(mask, predicted, expected))
-        return bool(rest <= UNEXPLAINED * total)
+        return bool(rest <= unexplained * total)
 
     sub = _Part(actual, expected, location, axes)
     for words, predicted in _predictions(sub, sources):
@@ -85,7 +87,7 @@ def _sums(part: _Part) -> Iterator[Prediction]:
     yield f"the right values plus {difference:.4g}", part.expected + difference
     for axis in part.axes:
         indices = part.indices(axis)
-        if axis.noun != "position" or len(indices) < 3:
+        if axis.noun not in ROWS or len(indices) < 3:
             continue
         rows = (part.actual - part.expected).take(indices, axis=axis.dimension)
         mean = rows.mean(axis=axis.dimension, keepdims=True)
@@ -140,7 +142,7 @@ def _rounded(part: _Part) -> Iterator[Prediction]:
     step = float(gaps.min()) if len(gaps) > 1 else 0.0
     if step and np.allclose(part.a / step, np.round(part.a / step), rtol=0, atol=ON_GRID):
         yield f"rounded to multiples of {step:.6g}", np.round(expected / step) * step
-    scopes = {"the array": None, "each row": expected.ndim - 1, "each head": (0, expected.ndim - 1)}
+    scopes = {"the array": None, "each row": -1} | ({"each head": (0, -1)} if expected.ndim > 2 else {})
     for scope, axis in scopes.items():
         largest = np.abs(expected).max(axis=axis, keepdims=True)
         for n_bits in (8, 4):

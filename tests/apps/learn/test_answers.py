@@ -111,7 +111,7 @@ def test_files_that_are_no_answers_are_refused(tmp_path: Path):
     write(path, {"swiglu/9999/y": np.ones(2)})
     assert_cli_refuses(invoke(*how), USAGE, path, "Unexpected", "swiglu/9999/y", "feed_forward/0000/y")
     write(path, {"swiglu/0000/y": np.ones((12, 224), np.float32)})
-    assert_tells(invoke(*how).stdout, "swiglu", "y", expected="(8, 128)", got="(12, 224)")
+    assert_tells(invoke(*how).stdout, "swiglu", "y", expected="(1, 2)", got="(12, 224)")
     assert_cli_refuses(invoke(*how[:2], "--answers", str(path)), USAGE, "--answers", "one", "--chain", "--impl")
     assert_cli_refuses(invoke("learn", "inputs", "12", "-o", str(tmp_path / "calls.npz")), USAGE, 12, "Python")
 

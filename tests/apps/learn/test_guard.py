@@ -56,10 +56,11 @@ FAULTS = {
     "returns nothing": (lambda x, weight, eps: None, ["None", "return"], {}),
     "other shape": (lambda x, weight, eps: x[:1], ["y", "shape"], {"expected": "(8, 96)", "got": "(1, 96)"}),
     "other dtype": (
-        lambda x, weight, eps: x.astype(np.float16), ["y", ".astype"], {"expected": "float32", "got": "float16"},
+        lambda x, weight, eps: RIGHT(x, weight, eps).astype(np.float16), ["y", ".astype"],
+        {"expected": "float32", "got": "float16"},
     ),
     "objects": (lambda x, weight, eps: RIGHT(x, weight, eps).astype(object), ["y"], {"got": ("ndarray", "objects")}),
-    "text": (lambda x, weight, eps: "text", ["y", "shape"], {"expected": "(8, 96)", "got": "()"}),
+    "text": (lambda x, weight, eps: "text", ["y", "shape"], {"expected": "(1, 2)", "got": "()"}),
     "rows of two lengths": (lambda x, weight, eps: [[1, 2], [3]], ["NumPy", "y", "inhomogeneous"], {}),
     "OfClass": (OfClass, ["y"], {"got": ("OfClass", "objects")}),
     "yielding": (yielding, ["yield"], {"expected": "function"}),
@@ -145,18 +146,15 @@ def test_the_arrays_in_a_dict_are_as_safe():
     assert_tells(check_functions("07", block=block).fault.splitlines()[0], "block", "argument", "read-only")
 
 
-def test_nan_and_views_are_noted():
+def test_nan_is_noted():
     def embedding(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
         rows = table[ids]
-        rows[1, 2] = np.nan
+        rows[1, 1] = np.nan
         return rows
 
     found = check_functions("00", embedding=embedding)
     assert found.label == FAIL
-    assert any("embedding: rows" in note and "1 NaN of" in note and "(1, 2)" in note for note in found.notes)
-    found = check_functions("06", swiglu=lambda gate, up: up)
-    (note,) = found.notes
-    assert_tells(note, "swiglu: y", "view", "argument", "copy")
+    assert any("embedding: rows" in note and "1 NaN of" in note and "(1, 1)" in note for note in found.notes)
 
 
 def test_a_live_run_asks_the_reference_once_for_each_shape_and_ends_at_nan(monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.checks import after_logits
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.judging import judge_with_arrays
-from llorch.apps.learn.lessons import PARTS
+from llorch.apps.learn.lessons import BY_NUMBER, PARTS
 from llorch.apps.learn.verdict import LessonReport
 from llorch.judging.types import Expectation
 from llorch.model.model import Model, load
@@ -120,7 +120,7 @@ def test_top_p_without_crossing_token_is_named_where_p_is_one_too():
         return np.where(np.isin(np.arange(logits.size), kept), logits, -np.inf)
 
     found = check_functions("11", keep_top_p=keep_top_p)
-    assert [each.name for each in found.causes] == ["top-p-drops-crossing-token"]
+    assert [each.name for each in found.causes] == ["top-p-without-crossing"]
 
 
 def test_a_right_table_of_other_strides_passes():
@@ -143,6 +143,6 @@ def test_a_token_at_the_edge_of_top_p_is_no_bug(monkeypatch: pytest.MonkeyPatch,
     expectation = Expectation(place, "isolated", "llamacpp", uniform(8), Tolerance(1e-6, 1e-6))
     wrong = judge_with_arrays(expectation, uniform(n_kept), model="m", backend="learner")
     assert wrong.verdict == FAIL
-    found = [*after_logits.FilterCheck().explain([wrong])]
+    found = after_logits.FilterCheck().find_causes(BY_NUMBER["11"], Implementation("x", {}), "isolated", [("", wrong)])
     assert [each.name for each in found if not each.stages] == names
     assert str(LessonReport("11", PASS, causes=found[:1])).count("not your bug") == len(names)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fetch_vocabularies import MODEL
 from fetch_vocabularies import NAMES as NAMES
 
 from llorch.files.tokenizer.byte_level import BYTE_CHARACTERS
@@ -21,10 +22,19 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
 def real_vocabulary(name: str) -> Path:
     """The file of a real vocabulary; skips the test without it."""
+    return _fetched(f"ggml-vocab-{name}.gguf")
+
+
+def published_model() -> Path:
+    """The file of a published model; skips the test without it."""
+    return _fetched(MODEL)
+
+
+def _fetched(name: str) -> Path:
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
         pytest.skip(f"NOT RUN: {FOLDER_VARIABLE} is not set (tests/support/fetch_vocabularies.py gets the files)")
-    return Path(folder) / f"ggml-vocab-{name}.gguf"
+    return Path(folder) / name
 
 
 def tiny_byte_level() -> dict[str, object]:

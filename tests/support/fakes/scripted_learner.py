@@ -28,6 +28,8 @@ ALIKE = {  # other names of the same numbers: a constant that has a name, and th
     "norm-eps-missing": {"norm-eps"},
     "norm-eps-1e-6-for-1e-5": {"norm-eps"},
     "norm-eps-1e-5-for-1e-6": {"norm-eps"},
+    "adamw-step-counted-per-tensor": {"results-change"},
+    "lora-dropout-at-evaluation": {"results-change"},
 }
 
 

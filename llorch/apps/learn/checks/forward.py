@@ -15,7 +15,7 @@ import numpy as np
 
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import Mode, NamedComparison, judge_with_arrays
+from llorch.apps.learn.judging import Check, Mode, NamedComparison, judge_with_arrays
 from llorch.apps.learn.lessons import LESSONS, PARTS, Lesson
 from llorch.diagnosis.diagnose import findings
 from llorch.diagnosis.verdict import Finding
@@ -38,7 +38,7 @@ BACKEND = "learner"
 MAX_UNEXPLAINED = 2  # the search ends after so many diagnosed runs without a known mistake
 
 
-class ForwardCheck:
+class ForwardCheck(Check):
     """Check of the lessons of the forward pass, see `Check`."""
 
     def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[NamedComparison]:
@@ -99,7 +99,7 @@ def _causes_of_findings(diagnoses: Sequence[Finding]) -> list[Cause]:
     first = by_kind[0]
     if first.kind == "rounding":
         return list({cause.name: cause for cause in map(_rounding_cause, diagnoses)}.values())
-    return [*_join_causes(first.causes), *first.alternatives, *first.near_misses]
+    return [*_join_causes(first.causes), *first.alternatives]
 
 
 def _rounding_cause(finding: Finding) -> Cause:
@@ -124,9 +124,15 @@ def list_written(lesson: Lesson, implementation: Implementation) -> list[Exercis
 
 
 def exercises_so_far(lesson: Lesson, implementation: Implementation) -> list[Exercise]:
-    """Return the written exercises of the lessons up to this one."""
-    lessons = LESSONS[: LESSONS.index(lesson) + 1]
-    return [exercise for earlier in lessons for exercise in list_written(earlier, implementation)]
+    """Return the written exercises of the lessons up to this one, without those that hide its stages."""
+    stages, models = stages_of(lesson), models_of(lesson)
+    configs = [suite_of(model).weights.config for model in models] if stages else []
+    return [
+        exercise
+        for earlier in LESSONS[: LESSONS.index(lesson) + 1]
+        for exercise in list_written(earlier, implementation)
+        if earlier is lesson or not any(stages & {*exercise.hidden(config)} for config in configs)
+    ]
 
 
 @cache

@@ -16,10 +16,8 @@ from llorch.apps.learn.checks.forward import BACKEND, ForwardCheck, exercises_so
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
 from llorch.apps.learn.exercises.foundation import BFLOAT16, MERGE, TENSOR_TABLE
-from llorch.apps.learn.judging import Mode, NamedComparison
-from llorch.apps.learn.lessons import PARTS, Lesson
-from llorch.diagnosis.mistakes import QuantisedInputs
-from llorch.diagnosis.mistakes.variants import quantised_variants
+from llorch.apps.learn.judging import Check, Mode, NamedComparison
+from llorch.apps.learn.lessons import Lesson
 from llorch.files.blocks import uniform
 from llorch.files.gguf import GGUFFile
 from llorch.files.quant import GGMLType, decode
@@ -37,7 +35,7 @@ BFLOAT16_ONE = 0x3F80  # bits of 1.0, the clearest example of an error
 Install = Callable[[], AbstractContextManager[None]]  # the learner's functions, for a `with` block
 
 
-class FoundationCheck:
+class FoundationCheck(Check):
     """Check of lesson 00, see `Check`."""
 
     def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[NamedComparison]:
@@ -92,16 +90,13 @@ def compare_ids(installed: Install) -> Iterator[Comparison]:
         yield from compare_tokens(model, ids.__getitem__, golden.tokens, backend=BACKEND)
 
 
-N_ORDINARY = 4  # blocks before the edge cases; on an edge case several mistakes give equal results
-
-
 @cache
 def quantised_golden() -> QuantisedGolden:
     """Read the goldens of quantised blocks, once for the process."""
     return read(goldens_folder() / FOLDER)
 
 
-class BlocksCheck:
+class BlocksCheck(Check):
     """Check of lesson 13, see `Check`. No exercise reads another's results, so chained mode equals isolated mode."""
 
     def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[NamedComparison]:
@@ -110,20 +105,6 @@ class BlocksCheck:
             kind, (blocks, expected) = _block_type(exercise), _golden_blocks(exercise)
             actual = _decode_with(exercise, implementation, blocks)
             yield exercise.name, replace(decode_row(kind, actual, expected), backend=BACKEND, actual=actual)
-
-    def find_causes(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[NamedComparison]
-    ) -> Sequence[Cause]:
-        """Return the known mistakes that reproduce the learner's numbers of the first failed exercise, bit for bit."""
-        exercise = PARTS[wrong[0][0]]
-        blocks, expected = (array[:N_ORDINARY] for array in _golden_blocks(exercise))
-        actual = _decode_with(exercise, implementation, blocks)
-        inputs = QuantisedInputs(_block_type(exercise), blocks, expected.shape, np.empty((0, 0), np.float32))
-        return [
-            Cause(mistake.name, "mistake", mistake.diagnosis, ("decode",), 1.0, 0.0)
-            for mistake, reproduced in quantised_variants("decode", inputs).wrong
-            if np.array_equal(actual, reproduced, equal_nan=True)
-        ]
 
 
 def _block_type(exercise: Exercise) -> GGMLType:

@@ -11,37 +11,30 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from llorch.apps.learn.checks.forward import BACKEND, exercises_so_far, list_written
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import Mode, NamedComparison, judge_with_arrays
+from llorch.apps.learn.judging import Check, Mode, NamedComparison, judge_with_arrays
 from llorch.apps.learn.lessons import Lesson
-from llorch.diagnosis.mistakes import TRAINING, Mistake
-from llorch.diagnosis.mistakes.mistake import injected
-from llorch.diagnosis.training.hypotheses import RANDOM
 from llorch.files import Weights
 from llorch.judging.expectations.adapter_files import Table, compare_file, exported, gguf_table
 from llorch.judging.expectations.training import make_expectations, stored
 from llorch.judging.expectations.training_refs import CHAINED, ISOLATED, Arrays
 from llorch.judging.goldens.training import MODELS, TrainingGolden
 from llorch.judging.runners.training_numpy import NumpyTrainingRunner, Results
-from llorch.judging.types import Cause, Comparison, Expectation
+from llorch.judging.types import Comparison, Expectation
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.runtime.errors import LearnerFault
-from llorch.stages.comparison import FAIL, safe_ratio
 
 FIRST_STEPS = 4  # every mistake of a step is visible in them
-ROUNDING = 1e-5  # share of an error that float32 may change if the same wrong formula runs in another order
-CHANCE = (*RANDOM, "adamw-step-counted-per-tensor")  # mistakes whose numbers differ from run to run
 CHAINABLE = ("llorch.ops.", "llorch.model.backward.", "llorch.training.", "llorch.lora.", "llorch.files.tensor_names.")
 HIDING_OTHERS = ("llorch.ops.linear.linear",)  # it applies the adapter, so it hides the LoRA exercises
 
 
-class TrainingCheck:
+class TrainingCheck(Check):
     """Check of the training lessons, see `Check`."""
 
     def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[NamedComparison]:
@@ -51,24 +44,6 @@ class TrainingCheck:
             output = run.run(install_exercises(implementation, exercises))
             yield from ((exercise_name, comparison) for comparison in run.comparisons(output))
 
-    def find_causes(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[NamedComparison]
-    ) -> Sequence[Cause]:
-        """Return the lesson's known mistakes with which llorch's code reproduces the learner's results, best first.
-
-        Exercises always run in isolated mode: one that passes there only had wrong inputs in the chained run.
-        """
-        for run, exercises in make_runs(lesson, implementation, "isolated"):
-            learner_output = run.run(install_exercises(implementation, exercises))
-            if not any(comparison.verdict == FAIL for comparison in run.comparisons(learner_output)):
-                continue
-            mistakes = [m for m in TRAINING if lesson.number in m.checkpoints and m.applies_to(run.weights.config)]
-            if not learner_output.equals(run.run(install_exercises(implementation, exercises))):
-                return [Cause(m.name, "mistake", m.diagnosis, m.stages, 1.0, 0.0) for m in mistakes if m.name in CHANCE]
-            if causes := [cause for cause in (run.explain(learner_output, mistake) for mistake in mistakes) if cause]:
-                return sorted(causes, key=lambda cause: cause.remaining)
-        return []
-
 
 @dataclass(frozen=True)
 class TrainingOutput:
@@ -76,11 +51,6 @@ class TrainingOutput:
 
     arrays: Mapping[str, Arrays]
     tables: Mapping[str, Table] = field(default_factory=dict)
-
-    def equals(self, other: "TrainingOutput") -> bool:
-        """Tell if two outputs are bit-identical."""
-        first, second = ([a for arrays in output.arrays.values() for a in arrays.values()] for output in (self, other))
-        return all(map(np.array_equal, first, second)) and self.tables == other.tables
 
 
 def make_runs(
@@ -164,30 +134,6 @@ class CheckpointRun:
             yield judge_with_arrays(expectation, actual, model=self.model, backend=BACKEND)
         for kind, table in output.tables.items():
             yield replace(compare_file(self.model, kind, table, self.golden.files[kind]), backend=BACKEND)
-
-    def explain(self, learner_output: TrainingOutput, mistake: Mistake[Any]) -> Cause | None:
-        """Return a mistake as the cause if llorch's code with it reproduces all arrays of the learner; else None.
-
-        The run with `mistake.along`, a fault that usually accompanies this mistake, is tried too.
-        """
-        outputs = (self.run(injected(mistake, along=along)) for along in {False, mistake.along is not None})
-        error = min(self._remaining_error(learner_output, output) for output in outputs)
-        return Cause(mistake.name, "mistake", mistake.diagnosis, mistake.stages, 1.0, error) if error <= 1 else None
-
-    def _remaining_error(self, learner: TrainingOutput, mistaken: TrainingOutput) -> float:
-        """Return the largest difference of two outputs, in tolerances (or `ROUNDING` times the error, if less)."""
-        if learner.tables != mistaken.tables:
-            return np.inf
-        worst = 0.0
-        for expectation in self.expectations:
-            actual, reproduced = (
-                out.arrays[expectation.mode].get(expectation.stage_ref) for out in (learner, mistaken)
-            )
-            if actual is None or reproduced is None:
-                continue
-            gap, error = expectation.difference(actual, reproduced), expectation.difference(actual).error
-            worst = max(worst, min(gap.over(expectation.tolerance), safe_ratio(gap.error, ROUNDING * error)))
-        return worst
 
 
 def _is_brief(expectation: Expectation) -> bool:

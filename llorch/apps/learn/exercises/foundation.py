@@ -89,6 +89,8 @@ def _table_adapted(call: Call, right: Call) -> Call:
 def _info(size: int, name: str, dims: list[int], kind: int, offset: int) -> TensorInfo:
     """Make an entry of the tensor table; raise LearnerFault for an unknown type, or bytes outside of the file."""
     shape = tuple(dim for dim in dims if dim)
+    if dims != [0] * (len(dims) - len(shape)) + [*shape]:
+        raise LearnerFault("tensor_table", f"{name}: expected zeros in front of the axes, got the shape {dims}")
     if kind not in list(GGMLType):
         raise LearnerFault("tensor_table", f"{name}: expected a type of ggml, got {kind}")
     ggml_type = GGMLType(kind)

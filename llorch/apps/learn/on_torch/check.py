@@ -9,17 +9,14 @@ from functools import cache
 
 import numpy as np
 
-from llorch.apps.learn.checks.forward import BACKEND, diagnose_runs, float64_weights, list_written, stages_of, suite_of
+from llorch.apps.learn.checks.forward import BACKEND, list_written, stages_of, suite_of
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import Mode, NamedComparison, judge_with_arrays
-from llorch.apps.learn.lessons import PARTS, Lesson
-from llorch.diagnosis.diagnose import findings
-from llorch.diagnosis.verdict import Finding
-from llorch.engines.dumps.stage_dump import StageDump
+from llorch.apps.learn.judging import Check, Mode, NamedComparison, judge_with_arrays
+from llorch.apps.learn.lessons import Lesson
 from llorch.judging.runners import StageObserver
 from llorch.judging.runners.torch import VARIANTS, TorchRunner
-from llorch.judging.types import Cause, Comparison, Expectation
+from llorch.judging.types import Comparison, Expectation
 from llorch.pytorch.device import target
 from llorch.runtime.threads import limit_threads
 from llorch.stages.table import keys
@@ -35,7 +32,7 @@ def make_runner(model: str, backend: str) -> TorchRunner:
     return TorchRunner(suite_of(model).weights, device_target, VARIANTS[""], backend)
 
 
-class TorchCheck:
+class TorchCheck(Check):
     """Check of lesson 14. In chained mode both exercises run together, on their own results."""
 
     def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[NamedComparison]:
@@ -50,17 +47,6 @@ class TorchCheck:
                 for exercise in written:
                     run = OnTorch(model, backend, [exercise], implementation)
                     yield from ((exercise.name, comparison) for comparison in run.isolated({*exercise.stages}))
-
-    def find_causes(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[NamedComparison]
-    ) -> Sequence[Cause]:
-        """Diagnose the float32 run; return no cause if that run is right."""
-        written = list_written(lesson, implementation)
-
-        def causes_of(name: str, model: str, case: str) -> Iterator[Finding]:
-            return OnTorch(model, FLOAT32, [PARTS[name]] if name else written, implementation).find_causes(case)
-
-        return diagnose_runs([(name, c) for name, c in wrong if c.backend == FLOAT32], causes_of)
 
 
 class OnTorch:
@@ -86,10 +72,6 @@ class OnTorch:
             for engine in self.suite.engine_outputs:
                 for name in self._keys(stages):
                     yield self._compare(self.suite.chained(self.runner, case, engine, 0, name), trace[name])
-
-    def find_causes(self, case: str) -> Iterator[Finding]:
-        """Diagnose one pass after its end, because the diagnosis must run llorch's own functions."""
-        return findings(float64_weights(self.model), StageDump.of_arrays([self.suite.cases[case]], self._run(case)))
 
     def _run(self, case: str) -> dict[str, np.ndarray]:
         return self._trace(lambda observe: self.runner.chained(case, self.suite.cases[case], observe))
