@@ -19,7 +19,10 @@ from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
 from llorch.apps.learn.small_cases import find_small_error
 from llorch.apps.learn.verdict import BORROWED, LessonReport
 from llorch.apps.learn.wrong_functions import find_causes
+from llorch.judging.goldens.quantised import FOLDER as QUANTISED
+from llorch.judging.goldens.training import FILES, MODELS
 from llorch.judging.types import Cause, Comparison
+from llorch.runtime.builtin import goldens_folder, missing_golden
 from llorch.runtime.errors import LearnerFault, MissingExtra
 from llorch.stages.comparison import FAIL, PASS
 from llorch.stages.table import CHECKPOINTS, STAGES
@@ -56,6 +59,7 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
         MissingExtra: The lesson needs torch, and torch is not installed.
         NotInWheel: The lesson needs goldens that the wheel does not contain.
     """
+    _require_goldens(lesson)
     report = _judge_lesson(lesson, implementation, mode)
     if mode == "isolated" or report.label != FAIL:
         return report
@@ -65,6 +69,14 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
             unchecked = ", ".join(later.number for later in (*earlier_lessons[index + 1 :], lesson))
             return replace(first, notes=[*first.notes, f"not checked: {unchecked}"])
     return report
+
+
+def _require_goldens(lesson: Lesson) -> None:
+    """Raise NotInWheel if goldens of a lesson are missing, before the learner has written anything."""
+    names = {"13": (QUANTISED,)} | {number: tuple(f"{model}/{FILES[1]}" for model in MODELS) for number in TRAINING}
+    for path in (goldens_folder() / name for name in names.get(lesson.number, ())):
+        if not path.exists():
+            raise missing_golden(path)
 
 
 def _judge_lesson(lesson: Lesson, implementation: Implementation, mode: Mode) -> LessonReport:
