@@ -1,8 +1,7 @@
 # %% [markdown]
 # # 17 gradients
 #
-# 75 minutes, nine small functions, each checked alone. This is the longest lesson. After it, you know every step of
-# training.
+# 75 minutes, nine small functions, each checked alone. This is the longest lesson.
 #
 # ## Where we are
 #
