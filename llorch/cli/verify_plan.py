@@ -41,7 +41,7 @@ from llorch.judging.verify import plan_live, verify_ggml, verify_live, verify_st
 from llorch.model.model import Model, load
 from llorch.ops.compiled.ggml import NoKernels, why_absent
 from llorch.ops.numerics import EXACT, GGML, Numerics
-from llorch.runtime.builtin import EVERY, JUDGED_IN_WHEEL, goldens_folder, is_wheel
+from llorch.runtime.builtin import EVERY, GOLDENS_IN_WHEEL, goldens_folder, is_wheel
 from llorch.runtime.errors import MissingExtra, NotInWheel, UserError
 from llorch.runtime.memory import available_memory
 
@@ -116,7 +116,7 @@ def judge_all(
             elif not as_json:
                 print_model(out, report, detail=detail)
     if is_wheel() and not models:
-        scope = f"this wheel verifies only {', '.join(JUDGED_IN_WHEEL)}, without long contexts and training"
+        scope = f"this wheel verifies only {', '.join(GOLDENS_IN_WHEEL)}, without long contexts and training"
         say(f"note: {NotInWheel(scope)}")
     threads_line = threads + (f"; processes: {workers.n_processes}" if workers.n_processes > 1 else "")
     return end_report(reports, absent, threads_line, strict=strict, as_json=as_json, is_brief=is_brief)
@@ -202,7 +202,7 @@ def _torch_backends(
 
 def _choose_specs(models: Sequence[str], mesh: "DeviceMesh | None") -> tuple[list[str], dict[str, str]]:
     """List the models to judge, and reasons for those that a mesh cannot split; UserError if the user named one."""
-    specs = list(dict.fromkeys(models or (JUDGED_IN_WHEEL if is_wheel() else (*EVERY, QUANTISED))))
+    specs = list(dict.fromkeys(models or (GOLDENS_IN_WHEEL if is_wheel() else (*EVERY, QUANTISED))))
     if mesh is None:
         return specs, {}
     from llorch.pytorch.distributed.sharding_plan import cannot_split

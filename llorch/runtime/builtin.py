@@ -13,7 +13,7 @@ OTHERS = (  # families with their own blocks
 FOLDERS = ("micro-mistral", "micro-qwen3-vl-moe")  # no GGUF files: sliding windows; multimodal, transposed experts
 EVERY = (*BUILTIN, *OTHERS, *FOLDERS)
 IN_WHEEL = BUILTIN  # models that the wheel contains
-JUDGED_IN_WHEEL = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3")  # with forward goldens, see `is_wheel`
+GOLDENS_IN_WHEEL = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3")  # with forward goldens, see `is_wheel`
 DATA = ("pirate", "pirate-chat")  # example data sets
 _PACKAGE = Path(__file__).parents[1]
 
@@ -33,7 +33,7 @@ def builtin_path(name: str) -> Path:
 def is_wheel() -> bool:
     """Check if this llorch was installed from a wheel, which contains only the models of `IN_WHEEL`.
 
-    It has the forward goldens of `JUDGED_IN_WHEEL`, of some models only the case `near`; no long contexts, no training.
+    It has the forward goldens of `GOLDENS_IN_WHEEL`, of some only the case `near`; no long contexts, no training.
     """
     return (_PACKAGE / "reference_outputs").is_dir()
 
@@ -43,16 +43,16 @@ def installed_models(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if not is_wheel() or name in IN_WHEEL)
 
 
-def judged_models(names: Iterable[str]) -> tuple[str, ...]:
+def models_with_goldens(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the built-in models whose forward goldens this installation contains."""
-    return tuple(name for name in names if not is_wheel() or name in JUDGED_IN_WHEEL)
+    return tuple(name for name in names if not is_wheel() or name in GOLDENS_IN_WHEEL)
 
 
 def missing_golden(path: Path) -> FileNotFoundError:
     """Return the error for a missing golden: a failure in a clone, `NotInWheel` in a wheel."""
     if is_wheel():
         name = f"{path.parent.name}/{path.name}"
-        return NotInWheel(f"golden {name}: this wheel holds only the forward goldens of {', '.join(JUDGED_IN_WHEEL)}")
+        return NotInWheel(f"golden {name}: this wheel holds only the forward goldens of {', '.join(GOLDENS_IN_WHEEL)}")
     return FileNotFoundError(f"golden {path} is missing; make it with reference_outputs/regenerate.py")
 
 

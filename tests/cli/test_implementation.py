@@ -145,6 +145,7 @@ def test_training_in_numpy_agrees_with_torch_and_runs_all_functions(folder: Path
     result = train(tmp_path / "learner", "--impl", str(folder))
     assert result.exit_code == 0, result.stderr
     names = ", ".join(exercise.name for exercise in exercises_of_training())
+    assert (names.partition(",")[0], names.rpartition(" ")[2]) == ("lora_scaling", "accumulated")
     assert_tells(result.stderr, f"your functions: {names}; borrowed from llorch: none", "float32 on NumPy")
     assert train(tmp_path / "torch").exit_code == 0
     assert losses(tmp_path / "learner") == pytest.approx(losses(tmp_path / "torch"), rel=1e-5)

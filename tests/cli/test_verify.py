@@ -127,7 +127,7 @@ def two_models(one_comparison: None, monkeypatch: pytest.MonkeyPatch) -> tuple[s
     """A model with a changed weight, in place of the built-in one, and another: all that `verify` has to judge."""
     names = (CHANGED, "micro-llama3")
     monkeypatch.setattr("llorch.cli.verify_plan.is_wheel", lambda: True)
-    monkeypatch.setattr("llorch.cli.verify_plan.JUDGED_IN_WHEEL", names)
+    monkeypatch.setattr("llorch.cli.verify_plan.GOLDENS_IN_WHEEL", names)
     return names
 
 

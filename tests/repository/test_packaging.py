@@ -22,7 +22,7 @@ from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
 from llorch.apps.learn.sandbox import _check_in_sandbox
 from llorch.judging.goldens.store import GoldenStore
 from llorch.judging.verify import stored
-from llorch.runtime.builtin import IN_WHEEL, JUDGED_IN_WHEEL, goldens_folder
+from llorch.runtime.builtin import GOLDENS_IN_WHEEL, IN_WHEEL, goldens_folder
 from llorch.stages.comparison import NOT_RUN, PASS
 from tests.apps.doctor.machine.test_packages import commit
 
@@ -68,7 +68,7 @@ def test_the_wheel_holds_the_dense_models_with_forward_goldens_and_the_lessons(w
     package = wheel / "llorch"
     assert names(package / "models") == {"provenance.json", *(f"{name}.gguf" for name in IN_WHEEL)}
     files = ("golden.json", *(f"{kind}.safetensors.xz" for kind in ("llamacpp", "transformers", "truth")))
-    assert names(package / "reference_outputs") == {f"{name}/{file}" for name in JUDGED_IN_WHEEL for file in files}
+    assert names(package / "reference_outputs") == {f"{name}/{file}" for name in GOLDENS_IN_WHEEL for file in files}
     sources = {path for path in names(ROOT / "checkpoints") if "__pycache__" not in path}
     assert names(package / "checkpoints") == {path for path in sources if not NOT_IN_WHEEL.fullmatch(path)}
     for lesson in LESSONS:
@@ -104,8 +104,8 @@ def test_a_build_from_a_checkout_names_its_commit(target: type[WheelBuilder] | t
 
 @pytest.mark.usefixtures("installed")
 def test_the_wheel_has_one_case_of_the_goldens_of_some_models():
-    cases = {model: [*stored(model)[1].cases] for model in JUDGED_IN_WHEEL}
-    assert cases == {model: ["near"] if model in ONE_CASE else ["far", "near"] for model in JUDGED_IN_WHEEL}
+    cases = {model: [*stored(model)[1].cases] for model in GOLDENS_IN_WHEEL}
+    assert cases == {model: ["near"] if model in ONE_CASE else ["far", "near"] for model in GOLDENS_IN_WHEEL}
     for model in ONE_CASE:
         for name, arrays in GoldenStore(goldens_folder() / model).arrays(["llamacpp", "truth"]).items():
             whole = GoldenStore(ROOT / "reference_outputs" / model).arrays([name])[name]
@@ -134,7 +134,7 @@ def forget_what_lessons_read() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 def test_verify_in_a_wheel_judges_what_it_holds_and_one_line_tells_how_to_get_the_rest(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.cli.verify_plan.JUDGED_IN_WHEEL", ("micro-llama3",))  # the others: .ci/installed
+    monkeypatch.setattr("llorch.cli.verify_plan.GOLDENS_IN_WHEEL", ("micro-llama3",))  # the others: .ci/installed
     result = invoke("verify")
     assert result.exit_code == 0, result.stderr
     assert re.search(r"1 model, ([\d,]{3,}) of \1 comparisons PASS;", result.stdout)

@@ -87,7 +87,8 @@ def test_all_checks_run_every_night_and_a_release_is_checked_as_it_is_installed(
     assert "schedule" in read(WORKFLOWS["nightly"])[True]  # YAML 1.1 reads the key on as true
     assert ".ci/run nightly" in commands(jobs("nightly")["everything"])
     built = commands(jobs("release")["build"])
-    assert re.findall(r"\.ci/installed \"\$\(echo dist/\*\.(\S+)\)\"", built) == ["whl", "tar.gz"]
+    loop = r"for file in dist/\*; do \.ci/installed \"\$file\" (\S+) numpy; done"  # the wheel and the sdist
+    assert re.findall(loop, built) == ["3.11", "3.12", "3.13"]
 
 
 def test_nightly_published_job_runs_every_part_of_the_table_with_existing_scripts():

@@ -69,13 +69,13 @@ def _find_text_models(folder: Path, lesson_outcomes: "Sequence[Outcome]") -> lis
     """Return the models whose text the learner's functions write, all chained; empty if a lesson of it fails."""
     from llorch.apps.learn.lessons import RUN_LESSONS
     from llorch.apps.learn.sandbox import outcomes
-    from llorch.runtime.builtin import BUILTIN, judged_models
+    from llorch.runtime.builtin import BUILTIN, models_with_goldens
 
     passed = {outcome.lesson for outcome in lesson_outcomes if outcome.label == PASS}
     if not passed.issuperset(lesson.number for lesson in RUN_LESSONS):
         return []
     (outcome,) = outcomes(str(folder), [RUN_LESSONS[-1].number], "chained", progress=say)
-    return [*judged_models(BUILTIN)] if outcome.label == PASS else []
+    return [*models_with_goldens(BUILTIN)] if outcome.label == PASS else []
 
 
 def _describe_reached(blocks: Sequence[str], text: Sequence[str]) -> Iterator[str]:

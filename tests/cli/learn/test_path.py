@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes.scripted_learner import paste_hints
@@ -10,6 +11,7 @@ from helpers.command_line import invoke
 from llorch.apps.learn.lessons import BLOCKS, BY_NUMBER, LESSONS, OPTIONAL, PATH, ROUTE, lesson_fingerprint, stub_of
 from llorch.apps.learn.progress import LearnerProgress
 from llorch.apps.learn.sandbox import Outcome
+from llorch.cli.learn import watch
 
 
 @pytest.fixture
@@ -53,6 +55,19 @@ def test_without_a_folder_the_route_is_offered(tmp_path: Path, monkeypatch: pyte
     assert all(f"  {step.lesson.number:<4} {step.lesson.name} " in shown for step in ROUTE)
     assert "llorch learn init my_llama && cd my_llama && llorch learn" in shown
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_at_a_terminal_the_folder_is_made_if_the_learner_agrees(
+    agrees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(watch, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setattr("click.confirm", lambda question, default: agrees)
+    assert watch._offer_folder() == agrees
+    assert (tmp_path / "my_llama/l00w_warm_up.py").exists() == agrees
+    monkeypatch.delenv("LLORCH_IMPL", raising=False)
+    assert (invoke("learn", "next").exit_code == 0) == agrees  # the folder is taken from its parent
 
 
 def test_next_follows_the_route_and_then_the_lessons_that_have_not_passed(folder: Path):
@@ -155,7 +170,8 @@ def test_certificate_says_what_was_reached_and_an_older_one_can_be_checked(
 
     def fake_outcomes(source: str, numbers: list[str], mode: str = "isolated", **_: object) -> list[Outcome]:
         chained.append(mode)
-        return [Outcome(n, labels[n], "", {"compared": 3, "unwritten": []}) for n in numbers]
+        is_chain_wrong = mode == "chained" and len(chained) == 5
+        return [Outcome(n, "FAIL" if is_chain_wrong else labels[n], "", {"compared": 3}) for n in numbers]
 
     monkeypatch.setattr("llorch.apps.learn.sandbox.outcomes", fake_outcomes)
     for file in folder.glob("l*.py"):
@@ -171,6 +187,8 @@ def test_certificate_says_what_was_reached_and_an_older_one_can_be_checked(
     assert chained == ["isolated", "isolated", "chained"]
     assert f"complete: {'; '.join(reached['blocks'])}" in shown
     assert "your functions, all together, wrote the text of both engines with micro-llama, " in shown
+    learn("certificate", "-o", "unchained.json")
+    assert json.loads((folder / "unchained.json").read_text())["reached"]["text"] == []
     older = {key: value for key, value in json.loads(path.read_text()).items() if key != "reached"} | {"version": 2}
     (folder / "older.json").write_text(json.dumps(older))
     assert "every hash and verdict matches" in learn("certificate", "--check", "older.json")

@@ -25,7 +25,7 @@ from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.numpy import NumpyRunner, run
 from llorch.judging.types import Cause, Comparison, Expectation
 from llorch.ops import sampling
-from llorch.runtime.builtin import BUILTIN, judged_models
+from llorch.runtime.builtin import BUILTIN, models_with_goldens
 from llorch.runtime.errors import LearnerFault
 from llorch.stages.comparison import EXACT, FAIL, measure
 from llorch.stages.stage_ref import StageRef
@@ -93,7 +93,7 @@ class AfterLogitsCheck(ABC):
         self, implementation: Implementation, exercises: Sequence[Exercise], mode: Mode
     ) -> Iterator[Comparison]:
         """Judge exercises of an implementation on every built-in model that is on this machine."""
-        for model in judged_models(BUILTIN):
+        for model in models_with_goldens(BUILTIN):
             yield from self.compare_model(AfterLogitsModel(model, implementation, exercises, chained=mode == "chained"))
 
 

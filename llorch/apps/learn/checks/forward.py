@@ -28,7 +28,7 @@ from llorch.judging.types import Cause, Comparison, Expectation
 from llorch.judging.verify import stored
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
-from llorch.runtime.builtin import BUILTIN, OTHERS, builtin_path, judged_models
+from llorch.runtime.builtin import BUILTIN, OTHERS, builtin_path, models_with_goldens
 from llorch.stages.stage_ref import Pass
 from llorch.stages.table import Stage, keys
 
@@ -142,7 +142,7 @@ def models_of(lesson: Lesson) -> Sequence[str]:
     def has_stages(model: str) -> bool:
         return any(stage.name in stages for _, stage, _ in keys(open_weights(builtin_path(model)).config))
 
-    return [*filter(has_stages, judged_models(DENSE))] or [*filter(has_stages, QWEN)]
+    return [*filter(has_stages, models_with_goldens(DENSE))] or [*filter(has_stages, QWEN)]
 
 
 def stages_of(lesson: Lesson) -> set[str]:

@@ -30,7 +30,7 @@ from llorch.judging.goldens.quantised import FOLDER, QuantisedGolden, read
 from llorch.judging.types import Cause, Comparison
 from llorch.judging.verify import stored
 from llorch.model.model import Model
-from llorch.runtime.builtin import BUILTIN, builtin_path, goldens_folder, judged_models
+from llorch.runtime.builtin import BUILTIN, builtin_path, goldens_folder, models_with_goldens
 from llorch.stages.stage_ref import StageRef
 
 BFLOAT16_ONE = 0x3F80  # bits of 1.0, the clearest example of an error
@@ -75,7 +75,7 @@ def compare_bfloat16(installed: Install) -> Iterator[Comparison]:
 
 def compare_tables(installed: Install) -> Iterator[Comparison]:
     """Compare the tensor table of every built-in file, and the hashes of the bytes that it points to."""
-    for model in judged_models(BUILTIN):
+    for model in models_with_goldens(BUILTIN):
         with installed():
             file = GGUFFile(builtin_path(model))
         with closing(file):
@@ -84,7 +84,7 @@ def compare_tables(installed: Install) -> Iterator[Comparison]:
 
 def compare_ids(installed: Install) -> Iterator[Comparison]:
     """Compare the token ids of the goldens' texts, for every built-in vocabulary."""
-    for model in judged_models(BUILTIN):
+    for model in models_with_goldens(BUILTIN):
         weights, golden = stored(model)
         with installed():
             encode = Model(weights).tokenizer.encode
