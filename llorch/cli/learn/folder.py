@@ -12,6 +12,7 @@ from llorch.runtime.errors import suggestion
 if TYPE_CHECKING:
     from llorch.apps.learn.lessons import Lesson
 
+FOLDER = Path("my_llama")  # that `llorch learn` offers; taken from the parent folder, too
 impl_option = group(
     "Input",
     page_option(
@@ -27,10 +28,12 @@ seconds_option = group(
 
 
 def learners_source(impl: str | None) -> str:
-    """Return the learner's folder or `cmd:PROGRAM`: from `impl`, else LLORCH_IMPL, else pyproject.toml."""
+    """Return the learner's folder or `cmd:PROGRAM`: from `impl`, LLORCH_IMPL, pyproject.toml or `FOLDER`."""
     from llorch.apps.learn.choice import chosen
 
-    if (source := chosen(impl)) is None:
+    if (source := chosen(impl)) is None and FOLDER.is_dir():
+        source = str(FOLDER)
+    if source is None:
         raise click.UsageError("--impl: expected a lesson folder, got none; make one with: llorch learn init my_llama")
     return source
 

@@ -7,7 +7,6 @@ import click
 from llorch.cli.options import verb
 from llorch.cli.output import say
 
-FOLDER = Path("my_llama")  # that `llorch learn` offers
 PROJECT = """\
 [tool.llorch]
 impl = "."  # your implementation, for llorch learn, llorch run and pytest

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.learn.folder import full_option, impl_option, learners_folder, seconds_option
+from llorch.cli.learn.folder import FOLDER, full_option, impl_option, learners_folder, seconds_option
 from llorch.cli.learn.hint import show_hint
-from llorch.cli.learn.init import FOLDER, make_folder
+from llorch.cli.learn.init import make_folder
 from llorch.cli.learn.list import show_list
 from llorch.cli.learn.next import describe_work, next_step, show_step, step_of
 from llorch.cli.learn.open import show_page
@@ -128,10 +128,8 @@ def command(*, folder: Path | None, impl: str | None, full: bool, seconds: float
     from llorch.apps.learn.choice import chosen
 
     source = str(folder) if folder else impl  # FOLDER wins over --impl
-    if chosen(source) is None:
-        if not _offer_folder():
-            return
-        source = str(FOLDER)
+    if chosen(source) is None and not FOLDER.is_dir() and not _offer_folder():
+        return
     try:
         with exiting_on_sigterm():  # so that the terminal is restored
             _Loop(learners_folder(source), seconds=seconds, full=full).run()
@@ -140,10 +138,7 @@ def command(*, folder: Path | None, impl: str | None, full: bool, seconds: float
 
 
 def _offer_folder() -> bool:
-    """Show the route; on a terminal, make `FOLDER` if the learner agrees. Return True if it is there."""
-    if FOLDER.is_dir():
-        click.echo(f"your folder here is {FOLDER}")
-        return True
+    """Show the route; on a terminal, make `FOLDER` if the learner agrees. Return True if it was made."""
     show_route()
     if not sys.stdin.isatty():
         click.echo(f"to start, type: llorch learn init {FOLDER} && cd {FOLDER} && llorch learn")

@@ -66,7 +66,8 @@ def test_at_a_terminal_the_folder_is_made_if_the_learner_agrees(
     monkeypatch.setattr("click.confirm", lambda question, default: agrees)
     assert watch._offer_folder() == agrees
     assert (tmp_path / "my_llama/l00w_warm_up.py").exists() == agrees
-    assert watch._offer_folder() == agrees  # a folder that is there is taken
+    monkeypatch.delenv("LLORCH_IMPL", raising=False)
+    assert (invoke("learn", "next").exit_code == 0) == agrees  # the folder is taken from its parent
 
 
 def test_next_follows_the_route_and_then_the_lessons_that_have_not_passed(folder: Path):
