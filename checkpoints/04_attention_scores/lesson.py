@@ -8,8 +8,8 @@
 # ![Where this lesson is in the model](fig/where.svg)
 #
 # Every token has a query and a key for each head, turned by its position ([01b](../01b_rope/README.md)), and the keys
-# of all tokens so far lie in the cache ([03](../03_kv_cache/README.md)). Up to here no token has looked at another one.
-# Attention is the only part of the model where it happens.
+# of all tokens so far lie in the cache ([03](../03_kv_cache/README.md)). Attention is the only part of
+# the model where a token looks at another one.
 #
 # ## Idea
 #
@@ -40,9 +40,8 @@ for layer, head in ((1, 1), (2, 2), (0, 2)):
     print(f"layer {layer} head {head}, fox: {best}")
 
 # %% [markdown]
-# For the first of these heads *fox* is about *little*, which gets 99.5 % among ten keys. The second looks at the start
-# token. A head does this when it finds nothing, since the shares must go somewhere. The third, in the first layer,
-# hardly chooses at all.
+# For the first of these heads *fox* is about *little*, which gets 99.5 %. The second looks at the start token, as a head
+# does that finds nothing. The third hardly chooses.
 #
 # ## The maths
 #

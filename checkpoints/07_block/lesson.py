@@ -19,9 +19,8 @@
 #
 # ![The stream goes straight through the block; two branches read a normalised copy and add to it](fig/wiring.svg)
 #
-# The stream itself goes straight through. No norm and no matrix changes it: a block can only add. This is one main
-# reason why deep models can be trained: the way from the last layer to the first is a sum, and a gradient passes a sum
-# unchanged.
+# The stream itself goes straight through: a block can only add. This is one main reason why deep models can be trained:
+# the way from the last layer to the first is a sum, and a gradient passes a sum unchanged.
 #
 # ## The maths
 #

@@ -5,7 +5,7 @@
 #
 # ## Where we are
 #
-# ![The lessons in their order, with this one lit](fig/where.svg)
+# ![The steps of training, with this lesson's box lit](fig/where.svg)
 #
 # The forward pass is complete: ids in, logits out, and every matrix in it is frozen. Now `story` will learn to talk
 # like a pirate. You could train all of its numbers. LoRA trains a separate set of numbers, 7 % as many, in a separate

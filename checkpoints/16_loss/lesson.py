@@ -6,7 +6,7 @@
 #
 # ## Where we are
 #
-# ![The lessons in their order, with this one lit](fig/where.svg)
+# ![The steps of training, with this lesson's box lit](fig/where.svg)
 #
 # The model and its adapter ([15](../15_lora_delta/README.md)) turn ids into logits. Training needs one number that says
 # how bad they are. This number is the mean surprise at the actual tokens, at the places where the model has to learn.

@@ -1,12 +1,11 @@
 # %% [markdown]
 # # 17 gradients
 #
-# 75 minutes, nine small functions, each checked alone. This is the longest lesson. After it, you know every step of
-# training.
+# 75 minutes, nine small functions, each checked alone. This is the longest lesson.
 #
 # ## Where we are
 #
-# ![The lessons in their order, with this one lit](fig/where.svg)
+# ![The steps of training, with this lesson's box lit](fig/where.svg)
 #
 # The loss is a number ([16](../16_loss/README.md)). Every number of the adapter influenced it. The gradient says for
 # each number: if it were a little larger, by how much would the loss grow? The optimizer

@@ -6,7 +6,7 @@
 #
 # ## Where we are
 #
-# ![The lessons in their order, with this one lit](fig/where.svg)
+# ![The steps of training, with this lesson's box lit](fig/where.svg)
 #
 # Every number of the adapter has a gradient ([17](../17_gradients/README.md)). The simplest step subtracts it, times a
 # small rate. Language models are trained with AdamW instead, which remembers earlier gradients. A wrong AdamW may not

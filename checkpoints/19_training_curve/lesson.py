@@ -6,7 +6,7 @@
 #
 # ## Where we are
 #
-# ![The lessons in their order, with this one lit](fig/where.svg)
+# ![The steps of training, with this lesson's box lit](fig/where.svg)
 #
 # Adapter, loss, gradients and step are ready ([15](../15_lora_delta/README.md) to
 # [18](../18_optimizer_step/README.md)). Training runs them in a row, thirty times here, a hundred thousand times

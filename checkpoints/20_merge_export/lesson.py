@@ -5,7 +5,7 @@
 #
 # ## Where we are
 #
-# ![The lessons in their order, with this one lit](fig/where.svg)
+# ![The steps of training, with this lesson's box lit](fig/where.svg)
 #
 # An adapter has been trained ([19](../19_training_curve/README.md)). It is useful only if other programs can load it.
 # You can keep it separate, a small file next to the base. Or you can merge it: the result is a model like any other,

@@ -192,11 +192,9 @@ def test_fine_tuning_prints_what_the_readme_shows(n_steps: int | None, tmp_path:
 @pytest.mark.weights
 def test_a_published_model_becomes_a_pirate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "smollm2.gguf").symlink_to(published_model())
-    (tmp_path / "reference_outputs").symlink_to(ROOT / "reference_outputs")
     monkeypatch.chdir(tmp_path)
-    chats, train, merge, answer = PUBLISHED
+    train, merge, answer = PUBLISHED
     python = shlex.quote(sys.executable)
-    subprocess.run(re.sub("^python", python, chats), shell=True, check=True)
     for line in (train, merge):
         done = invoke(*shlex.split(line)[1:])
         assert done.exit_code == 0, done.output

@@ -80,7 +80,7 @@ def _format(value: object) -> str:
         return (value.__doc__ or "").strip().rstrip(".").lower() if callable(value) else str(value)
     text = np.array2string(
         np.asarray(value), separator=", ", threshold=MAX_ELEMENTS, edgeitems=3,
-        formatter={"float_kind": lambda number: f"{number:.4g}"},
+        formatter={"float_kind": lambda number: f"{number:.4g}", "int_kind": str},
     )  # fmt: skip
     return " ".join(text.split())
 
