@@ -107,7 +107,7 @@ wrong = typed_mistakes(BY_NUMBER["02"])["qkv"]["qkv-heads-interleaved"]
 print(check_functions("02", qkv=wrong))
 
 # %% [markdown]
-# *The same numbers in another order* says that the arithmetic is right and an axis is wrong.
+# The arithmetic is right and an axis is wrong: the same numbers stand in another order.
 #
 # Two more mistakes are quiet. A matrix that is not transposed raises an error in NumPy only if it is not square. The
 # query matrices of Llama 2 and 3 are square, and one of llorch's four micro models has a square one. A forgotten bias

@@ -40,8 +40,8 @@ for layer, head in ((1, 1), (2, 2), (0, 2)):
     print(f"layer {layer} head {head}, fox: {best}")
 
 # %% [markdown]
-# For the first of these heads *fox* is about *little*, which gets 99.5 %. The second looks at the start token, as a head
-# does that finds nothing. The third hardly chooses.
+# For the first of these heads *fox* is about *little*, which gets 99.5 %. The second looks at the start token, as a
+# head does that finds nothing. The third hardly chooses.
 #
 # ## The maths
 #

@@ -127,7 +127,7 @@ print(check_functions("05", attention_context=wrong))
 # gives one token at a time sees the mistake. With the mistake of 04, the prompt was right and the later steps were
 # wrong. Here the prompt is wrong, and every later step is right. But those steps read a cache that was filled wrongly.
 #
-# *The same numbers in another order* says that the arithmetic is right and an axis is wrong.
+# The arithmetic is right and an axis is wrong: the same numbers stand in another order.
 #
 # ## Both engines
 #

@@ -180,6 +180,7 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
         ),
     ),
     "attention_probs": (
+        SmallCase({"scores": _array([[0, LOG_3, -np.inf]])}, {"probs": [[[0.25, 0.75, 0]]]}),
         SmallCase(
             {"scores": _array([[300, 299, -np.inf]])}, {"probs": [[[TWO[0], TWO[1], 0]]]},
             "exp(300) is infinite in float32",

@@ -7,7 +7,7 @@ from functools import cached_property
 from textwrap import wrap
 
 from llorch.apps.learn.failed_comparison import ComparedNumber, FailedComparison, has_same_shape
-from llorch.apps.learn.lessons import BLOCKS, BY_NUMBER, LESSONS, OPTIONAL
+from llorch.apps.learn.lessons import BY_NUMBER
 from llorch.judging.types import Cause, Comparison
 from llorch.stages.comparison import FAIL, NOT_RUN, safe_ratio
 from llorch.stages.table import forward_rank
@@ -100,10 +100,12 @@ class LessonReport:
             run = [f"{c.model}, {c.stage_ref.run}" for c in self.wrong[:1]]
             return "\n".join(["   ".join([*head, *filter(None, [self.where]), *run]), *self._failed_lines()])
         head += [self.reason] if self.reason else []
+        if right := [name for name in self.by_exercise if name and self.unwritten]:
+            head.append(f"right: {', '.join(right)}")
         if self.unwritten:
             head.append(f"not written yet, llorch's code runs instead: {', '.join(self.unwritten)}")
         if self.comparisons:
-            head += [*_summarise_pass(self.comparisons), *_next_lesson(self.lesson)]
+            head += [*_summarise_pass(self.comparisons), "next: llorch learn next"]
         notes = [*(f"not your bug: {cause.sentence}" for cause in self.causes if self.is_rounding), *self.notes]
         return "\n".join(["   ".join(head), *(f"  {note}" for note in notes)])
 
@@ -199,14 +201,6 @@ def _summarise_pass(comparisons: Sequence[Comparison]) -> Iterator[str]:
         yield f"worst error ~{worst.difference.error:.1e}, tolerance ~{worst.tolerance.error:.1e}{engine_text}"
     counts = {"comparison": len(comparisons), "model": len({c.model for c in comparisons})}
     yield ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
-
-
-def _next_lesson(number: str) -> Iterator[str]:
-    """Name the lesson after this one; the path leaves out optional blocks, but for the one that this lesson is in."""
-    block = next(lessons for lessons in BLOCKS.values() if BY_NUMBER[number] in lessons)
-    later = LESSONS[LESSONS.index(BY_NUMBER[number]) + 1 :]
-    for lesson in [lesson for lesson in later if lesson in block or lesson.number not in OPTIONAL][:1]:
-        yield f"next: {lesson.number} {lesson.name}"
 
 
 def to_verdict(label: str) -> str:

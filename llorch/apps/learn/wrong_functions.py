@@ -34,14 +34,15 @@ def find_causes(exercise: Exercise, calls: Sequence[FunctionCall], function: Cal
         return []
     if _is_random(exercise, first, function):
         return [Cause("results-change", "mistake", CHANGING.format(exercise.name), exercise.stages, 1.0, 0.0)]
-    for candidates in (_known(exercise), _altered(exercise, first)):
-        causes = [
-            Cause(name, "mistake", sentence, exercise.stages, 1.0, 0.0)
+    for candidates in (_known(exercise), () if exercise.streams else _altered(exercise, first)):
+        matches = [
+            (Cause(name, "mistake", sentence, exercise.stages, 1.0, 0.0), compute)
             for name, sentence, compute in candidates
             if all(_reproduces(call, compute) for call in (first, *calls))
         ]
-        if causes:
-            return causes
+        exact = [cause for cause, compute in matches if all(_equals(call, compute) for call in calls)]
+        if matches:
+            return exact or [cause for cause, _ in matches]
     return []
 
 
@@ -68,6 +69,12 @@ def _reproduces(call: FunctionCall, compute: Compute) -> bool:
             return call.is_reproduced_by(compute(call))
     except Exception:  # a candidate may refuse altered arguments in any way
         return False
+
+
+def _equals(call: FunctionCall, compute: Compute) -> bool:
+    """Tell if a candidate that reproduces a call has the learner's results to the last bit."""
+    with np.errstate(all="ignore"):
+        return all(np.array_equal(*pair, equal_nan=True) for pair in zip(compute(call), call.actual, strict=True))
 
 
 def _known(exercise: Exercise) -> Iterator[tuple[str, str, Compute]]:

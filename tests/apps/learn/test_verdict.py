@@ -143,7 +143,7 @@ def test_a_pass_is_one_line():
     assert {comparison.mode for comparison in found.comparisons} == {"isolated", "decode"}
     chained = check(BY_NUMBER["01"], Implementation("x", {"rms_norm": forward.rms_norm}), "chained")
     assert {comparison.mode for comparison in chained.comparisons} == {"chained", "decode"}
-    assert_tells(str(found), PASS, 192, 4, "01b rope")  # comparisons, models, the next lesson
+    assert_tells(str(found), PASS, 192, 4, "llorch learn next")  # comparisons, models
     assert_tells(str(LessonReport("01", BORROWED, unwritten=["rms_norm"])), BORROWED, "rms_norm")
 
 

@@ -234,7 +234,7 @@ def zero_point_after_scale(blocks: Array) -> Array:
 
 WRONG: Mapping[str, Sequence[Call]] = {
     "bfloat16_to_float32": (
-        bits_shifted_out, bits_not_shifted, bits_shifted_by_8, bits_shifted_by_15, bits_shifted_by_17,
+        bits_shifted_by_8, bits_shifted_out, bits_not_shifted, bits_shifted_by_15, bits_shifted_by_17,
         bits_read_as_float16,
         bits_as_numbers, shifted_bits_as_numbers,
     ),

@@ -30,6 +30,11 @@ def standard_deviation_for_root_mean_square(x: Array, weight: Array, eps: float)
     return x / np.sqrt(x.var(axis=-1, keepdims=True) + eps) * weight
 
 
+def mean_subtracted(x: Array, weight: Array, eps: float) -> Array:
+    """The mean of the row was subtracted; RMSNorm subtracts nothing."""
+    return (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
 def standard_deviation_plus_eps(x: Array, weight: Array, eps: float) -> Array:
     """The rows were divided by their standard deviation plus eps; take the root of the mean square plus eps."""
     return x / (x.std(axis=-1, keepdims=True) + eps) * weight
@@ -329,7 +334,7 @@ def _mask_filled(value: float, words: str) -> Call:
     def wrong(q: Array, k: Array) -> Array:
         return _masked(right_scores(q, k), value)
 
-    wrong.__name__ = f"mask_of_{words.replace(' ', '_')}"
+    wrong.__name__ = f"mask_of_{words.replace(' ', '_').replace('-', 'minus_')}"
     wrong.__doc__ = f"Hidden scores are {words}; they must be -inf, so that no later step can see them."
     return wrong
 
@@ -339,17 +344,21 @@ def _mask_added(value: float, words: str) -> Call:
         scores = _unmasked(q, k)
         return np.where(np.isneginf(right_scores(q, k)), (scores + np.float32(value)).astype(scores.dtype), scores)
 
-    wrong.__name__ = f"{words.replace(' ', '_')}_added_as_mask"
+    wrong.__name__ = f"mask_adds_{words.replace(' ', '_').replace('-', 'minus_')}"
     wrong.__doc__ = f"{words} was added to hidden scores; they must be -inf, so that no later step can see them."
     return wrong
+
+
+def _words(value: float) -> str:
+    return f"{value:g}".replace("e+0", "e").replace("e+", "e")
 
 
 SMALLEST = ((float(np.finfo(np.float32).min), "the smallest float32"), (float(np.finfo(np.float16).min), "-65504"))
 NUMBERS = (-1e2, -1e3, -1e4, -1e5, -1e6)  # usual numbers that do not swallow a score that they are added to
 MASKS = (
-    *(_mask_filled(value, f"{value:g}") for value in (*NUMBERS, -1e9, -1e10, -1e30, 0.0, np.nan, np.inf)),
+    *(_mask_filled(value, _words(value)) for value in (*NUMBERS, -1e9, -1e10, -1e30, 0.0, np.nan, np.inf)),
     *(_mask_filled(value, words) for value, words in SMALLEST),
-    *(_mask_added(value, f"{value:g}") for value in NUMBERS),
+    *(_mask_added(value, _words(value)) for value in NUMBERS),
     _mask_added(*SMALLEST[1]),
 )
 
@@ -412,6 +421,19 @@ def probs_by_sigmoid(scores: Array) -> Array:
 def scores_clipped(scores: Array) -> Array:
     """Large scores were limited and became equal; subtract the largest of the row, which changes no result."""
     return right.our_probs(np.where(np.isneginf(scores), scores, np.clip(scores, -80, 80)))
+
+
+def _sum_over(axis: int, words: str) -> Call:
+    def wrong(scores: Array) -> Array:
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        return weights / weights.sum(axis=axis, keepdims=True)
+
+    wrong.__name__ = f"weights_summed_over_{words}"
+    wrong.__doc__ = f"The weights were divided by their sum over the {words}; sum over the keys, the last axis."
+    return wrong
+
+
+SUMS = (_sum_over(0, "heads"), _sum_over(1, "queries"))
 
 
 def probs_with_unshifted_sum(scores: Array) -> Array:
@@ -760,7 +782,8 @@ def expert_activation_missing(h: Array, ids: Array, gate_proj: Array, up_proj: A
 
 WRONG: Mapping[str, Sequence[Call]] = {
     "rms_norm": (
-        mean_over_tokens, standard_deviation_for_root_mean_square, standard_deviation_plus_eps, variance_for_root,
+        mean_over_tokens, standard_deviation_for_root_mean_square, mean_subtracted, standard_deviation_plus_eps,
+        variance_for_root,
         mean_of_absolute_values, square_of_the_mean, largest_value_for_root_mean_square, multiplied_by_the_root,
         root_of_standard_deviation, eps_as_lower_bound, gain_added, gain_before_the_mean,
         eps_added_to_x, eps_times_width,
@@ -788,7 +811,8 @@ WRONG: Mapping[str, Sequence[Call]] = {
         scores_scaled_by_tokens, scores_scaled_by_width, scores_of_first_group, mask_hides_one_more_key,
     ),
     "attention_probs": (
-        scores_clipped, probs_with_unshifted_sum, probs_with_one_maximum, probs_without_maximum, probs_by_sigmoid,
+        *SUMS, scores_clipped, probs_with_unshifted_sum, probs_with_one_maximum, probs_without_maximum,
+        probs_by_sigmoid,
         probs_by_length, probs_of_shares,
         probs_of_positive_shares, probs_with_global_sum,
     ),
