@@ -27,13 +27,16 @@ seconds_option = group(
 )
 
 
-def learners_source(impl: str | None) -> str:
-    """Return the learner's folder or `cmd:PROGRAM`: from `impl`, LLORCH_IMPL, pyproject.toml or `FOLDER`."""
+def find_source(impl: str | None) -> str | None:
+    """Find the learner's folder or `cmd:PROGRAM`: in `impl`, LLORCH_IMPL, pyproject.toml or `FOLDER`."""
     from llorch.apps.learn.choice import chosen
 
-    if (source := chosen(impl)) is None and FOLDER.is_dir():
-        source = str(FOLDER)
-    if source is None:
+    return chosen(impl) or (str(FOLDER) if FOLDER.is_dir() else None)
+
+
+def learners_source(impl: str | None) -> str:
+    """Return what `find_source` finds; UsageError if there is nothing."""
+    if (source := find_source(impl)) is None:
         raise click.UsageError("--impl: expected a lesson folder, got none; make one with: llorch learn init my_llama")
     return source
 

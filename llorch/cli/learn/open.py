@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.learn.folder import impl_option, learners_folder, near, one_lesson
+from llorch.cli.learn.folder import find_source, impl_option, learners_folder, near, one_lesson
 from llorch.cli.learn.next import next_step
 from llorch.cli.options import group, page_option, verb
 from llorch.cli.output import say
@@ -35,14 +35,15 @@ def command(*, lesson: str | None, impl: str | None, site: str | None) -> None:
     """
     from llorch.apps.learn.lessons import LESSONS
 
-    folder = learners_folder(impl)
-    step = next_step(folder) if lesson is None else None
-    chosen = one_lesson(lesson) if lesson is not None else LESSONS[-1] if step is None else step.lesson
-    show_page(folder, chosen, site)
+    if lesson is not None:
+        show_page(learners_folder(impl) if find_source(impl) else None, one_lesson(lesson), site)
+        return
+    step = next_step(folder := learners_folder(impl))
+    show_page(folder, LESSONS[-1] if step is None else step.lesson, site)
 
 
-def show_page(folder: Path, lesson: "Lesson", site: str | None = None) -> None:
-    """Show the page of a lesson, and record in the folder that it was opened."""
+def show_page(folder: Path | None, lesson: "Lesson", site: str | None = None) -> None:
+    """Show the page of a lesson; if there is a folder, record in it that the page was opened."""
     from llorch.apps.learn.progress import LearnerProgress
 
     page = next(path for path in (lesson.folder / PAGE, lesson.folder.parent / PAGE) if path.exists())
@@ -51,8 +52,9 @@ def show_page(folder: Path, lesson: "Lesson", site: str | None = None) -> None:
         say(f"{near(page)}")
     else:
         _browse(f"checkpoints/{page.parent.name}/README.html", site)
-    with LearnerProgress(folder, say).changed(lesson) as standing:
-        standing.opened = True
+    if folder is not None:
+        with LearnerProgress(folder, say).changed(lesson) as standing:
+            standing.opened = True
 
 
 def _print_page(page: Path) -> None:

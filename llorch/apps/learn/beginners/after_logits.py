@@ -352,7 +352,7 @@ def _stream(name: str, sentence: str, choose: Any) -> Call:
 
 
 STREAMS = (
-    _stream("argmax_of_one_number", "Token 0 came every time: step returns a row of logits; take the argmax of the row.",
+    _stream("argmax_of_one_number", "Token 0 came every time: step returns a row of logits; take its argmax.",
             lambda tokens, prompt, n: [0] * n),
     _stream("first_token_lost", "The first token is missing: the one after the prompt was fed back, but not yielded.",
             lambda tokens, prompt, n: tokens[1:]),
