@@ -92,7 +92,7 @@ AREAS = (
     Area(
         "learn",
         "apps/__init__ apps/learn/* apps/learn/exercises/* apps/learn/checks/* apps/learn/museum/* "
-        "apps/learn/on_torch/*",
+        "apps/learn/beginners/* apps/learn/on_torch/*",
         # tests/cli/test_learn_watch.py judges what a learner wrote
         "apps/learn/[!c]* apps/learn/check apps/learn/choice cli/learn_[!w]* repository/pages",
     ),

@@ -1,5 +1,6 @@
 """`llorch learn`, as somebody at a terminal uses it: a file is saved, keys are pressed."""
 
+import codecs
 import os
 import pty
 import signal
@@ -34,7 +35,7 @@ class Terminal:
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self.ours, theirs = pty.openpty()
-        self.theirs, self.text = theirs, ""
+        self.theirs, self.text, self.decoder = theirs, "", codecs.getincrementaldecoder("utf-8")()
         environment = os.environ | {"LLORCH_IMPL": str(folder), "TERM": "dumb", "COLUMNS": "200"}
         self.process = subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
@@ -47,7 +48,7 @@ class Terminal:
         while not all(word in self.text for word in words):
             assert time.monotonic() < end, self.text
             if select([self.ours], [], [], 0.1)[0]:
-                self.text += os.read(self.ours, 1 << 16).decode()
+                self.text += self.decoder.decode(os.read(self.ours, 1 << 16))
         seen, self.text = self.text, ""
         return seen
 

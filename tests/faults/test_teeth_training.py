@@ -9,7 +9,7 @@ from faults.into_training import over_in_half
 from faults.table import LESS_IN_HALF, NOT_IN_HALF, TORCH_TRAINING, TRAINING_FAULTS, TRAINING_FLOAT64
 from helpers.kept_suites import reuse_suites
 
-from checkpoints.generated.pages import FOLDER, page
+from checkpoints.generated.pages import FOLDER, porting_page
 from llorch.diagnosis.mistakes import MISTAKES
 from llorch.diagnosis.mistakes.planting import find_owner
 from llorch.diagnosis.mistakes.variants import VISIBLE
@@ -46,7 +46,7 @@ def test_mistake_of_training_goes_red_by_far_at_its_checkpoint_first(
 
 
 def test_page_17_names_the_mistakes_that_bfloat16_hardly_shows():
-    text = page(FOLDER, "17").read_text(encoding="utf-8").split("## In bfloat16")[1].split("\n## ")[0]
+    text = porting_page(FOLDER, "17").read_text(encoding="utf-8").split("## In bfloat16")[1].split("\n## ")[0]
     assert {fault.name for fault in TRAINING_FAULTS if f"`{fault.name}`" in text} == LESS_IN_HALF | NOT_IN_HALF
     assert f"{len(TRAINING_FAULTS) - len(LESS_IN_HALF | NOT_IN_HALF)} of {len(TRAINING_FAULTS)}" in text
 

@@ -166,6 +166,15 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
             },
             {"q": [[[11, 22], [33, 44]]], "k": [[[53, 62]]], "v": [[[2, 1]]]},
         ),
+        SmallCase(
+            {
+                "h": _array([3, 4]), "q_proj": IDENTITY, "k_proj": _array([0, 1], [1, 0]), "v_proj": IDENTITY,
+                "q_bias": None, "k_bias": None, "v_bias": None, "q_norm": _array(1, 10), "k_norm": _array(10, 1),
+                "head_dim": 2, "eps": 12.5,
+            },
+            {"q": [[[0.6, 8]]], "k": [[[8, 0.6]]], "v": [[[3, 4]]]},
+            "q and k are divided by 5, the root of 12.5 + eps, and multiplied by their gain",
+        ),
     ),
     "append": (
         SmallCase(
@@ -403,8 +412,8 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
             {"d_logits": [[0.125, -0.125], [0, 0]]}, "row 0 has the probabilities 0.25 and 0.75; row 1 does not count",
         ),
         SmallCase(
-            {"logits": _array([0, 0]), "labels": _ids(1), "label_smoothing": 0.5, "n_trained": 1},
-            {"d_logits": [[0.25, -0.25]]}, "the target is 0.25 and 0.75",
+            {"logits": _array([0, LOG_3]), "labels": _ids(1), "label_smoothing": 0.2, "n_trained": 1},
+            {"d_logits": [[0.15, -0.15]]}, "the probabilities are 0.25 and 0.75, the target is 0.1 and 0.9",
         ),
         SmallCase(
             {"logits": _array([200, 190, 0]), "labels": _ids(1), "label_smoothing": 0.0, "n_trained": 1},
@@ -476,6 +485,13 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
                 "beta1": 0.9, "beta2": 0.75, "eps": 0.0, "weight_decay": 0.4,
             },
             {"param": [7.5], "m": [0.2], "v": [1]}, "the decay is 2; corrected, m is 2 and v is 4, and their step 0.5",
+        ),
+        SmallCase(
+            {
+                "param": _array(10), "grad": _array(2), "m": _array(0.2), "v": _array(1), "step": 2, "lr": 0.5,
+                "beta1": 0.9, "beta2": 0.75, "eps": 0.0, "weight_decay": 0.0,
+            },
+            {"param": [9.5], "m": [0.38], "v": [1.75]}, "corrected by 1 - 0.9^2 and 1 - 0.75^2, m is 2 and v is 4",
         ),
     ),
     "learning_rate": (

@@ -11,7 +11,6 @@ import llorch
 from llorch.cli.learn.folder import impl_option, learners_folder
 from llorch.cli.options import PATH, group, page_option, verb
 from llorch.cli.output import say
-from llorch.stages.comparison import PASS
 
 if TYPE_CHECKING:
     from llorch.apps.learn.sandbox import Outcome
@@ -70,6 +69,7 @@ def _find_text_models(folder: Path, lesson_outcomes: "Sequence[Outcome]") -> lis
     from llorch.apps.learn.lessons import RUN_LESSONS
     from llorch.apps.learn.sandbox import outcomes
     from llorch.runtime.builtin import BUILTIN, models_with_goldens
+    from llorch.stages.comparison import PASS
 
     passed = {outcome.lesson for outcome in lesson_outcomes if outcome.label == PASS}
     if not passed.issuperset(lesson.number for lesson in RUN_LESSONS):

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
 from llorch.cli.learn.folder import impl_option, learners_source
 from llorch.cli.options import FILE, MODEL, group, page_option, verb
@@ -78,6 +77,8 @@ def _first_numbers(array: "np.ndarray") -> str:
 def _make_page(rows: "Table", title: str) -> str:
     """Make an HTML page with a title and a table."""
     from io import StringIO
+
+    from rich.console import Console
 
     from llorch.cli.tables import MIN_WIDTH
 

@@ -127,6 +127,12 @@ def test_list_has_the_blocks_and_marks_the_optional_ones(folder: Path):
     assert all(line.startswith(text.strip()) for line, text in zip(lines, expected, strict=True))
 
 
+def test_a_named_page_opens_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert learn("open", "2").startswith("# 02")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_open_shows_the_page_or_its_address_on_the_site(folder: Path, monkeypatch: pytest.MonkeyPatch):
     assert learn("open", "01") == (BY_NUMBER["01"].folder / "README.md").read_text() + "\n"
     assert "00" in learn("open").splitlines()[0]  # the first step: its page is that of 00
