@@ -19,6 +19,7 @@ from llorch.diagnosis.mistakes import MISTAKES
 from llorch.judging.types import Cause
 
 Compute = Callable[[FunctionCall], Results]
+Candidate = tuple[str, str, Compute]  # name, sentence, and results for a call
 
 
 def find_causes(exercise: Exercise, calls: Sequence[FunctionCall], function: Call) -> list[Cause]:
@@ -34,19 +35,26 @@ def find_causes(exercise: Exercise, calls: Sequence[FunctionCall], function: Cal
         return []
     if _is_random(exercise, first, function):
         return [Cause("results-change", "mistake", CHANGING.format(exercise.name), exercise.stages, 1.0, 0.0)]
-    for candidates in (_known(exercise), () if exercise.streams else _altered(exercise, first)):
-        matches = [
-            (Cause(name, "mistake", sentence, exercise.stages, 1.0, 0.0), compute)
-            for name, sentence, compute in candidates
-            if all(_reproduces(call, compute) for call in (first, *calls))
-        ]
-        exact = [cause for cause, compute in matches if all(_equals(call, compute) for call in calls)]
-        if matches:
-            return exact or [cause for cause, _ in matches]
-    return []
+    causes = _find_matches(exercise, _known(exercise), first, calls)
+    if causes or exercise.streams:
+        return causes
+    return _find_matches(exercise, _altered(exercise, first), first, calls)[:1]  # others say the same in other words
 
 
 CHANGING = "{} returns another result if it gets the same arguments again: it keeps a state or draws random numbers."
+
+
+def _find_matches(
+    exercise: Exercise, candidates: Iterator[Candidate], first: FunctionCall, calls: Sequence[FunctionCall]
+) -> list[Cause]:
+    """Return the candidates that reproduce all calls: only those with the same bits, if there are any."""
+    matches = [
+        (Cause(name, "mistake", sentence, exercise.stages, 1.0, 0.0), compute)
+        for name, sentence, compute in candidates
+        if all(_reproduces(call, compute) for call in (first, *calls))
+    ]
+    exact = [cause for cause, compute in matches if all(_equals(call, compute) for call in calls)]
+    return exact or [cause for cause, _ in matches]
 
 
 def _is_random(exercise: Exercise, call: FunctionCall, function: Call) -> bool:
@@ -77,7 +85,7 @@ def _equals(call: FunctionCall, compute: Compute) -> bool:
         return all(np.array_equal(*pair, equal_nan=True) for pair in zip(compute(call), call.actual, strict=True))
 
 
-def _known(exercise: Exercise) -> Iterator[tuple[str, str, Compute]]:
+def _known(exercise: Exercise) -> Iterator[Candidate]:
     """Yield name, sentence and results of known mistakes, then of beginners' mistakes."""
 
     def compute(wrong: Call, call: FunctionCall) -> Results:
@@ -92,7 +100,7 @@ def _known(exercise: Exercise) -> Iterator[tuple[str, str, Compute]]:
         yield wrong.__name__.replace("_", "-"), " ".join((wrong.__doc__ or "").split()), partial(compute, wrong)
 
 
-def _altered(exercise: Exercise, first: FunctionCall) -> Iterator[tuple[str, str, Compute]]:
+def _altered(exercise: Exercise, first: FunctionCall) -> Iterator[Candidate]:
     """Yield name, sentence and results of the right function with altered arguments or results."""
     for alteration in make_alterations(exercise, first):
         sentence = f"{exercise.name} returns what the right function returns if {alteration.condition}."
