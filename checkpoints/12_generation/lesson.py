@@ -163,7 +163,7 @@ print(check_functions("12", generate=wrong))
 # ```
 #
 # It writes ` Paris.`, with your norms, your rotations, your attention and your loop. Then talk to it, or let other
-# programs do so (`pip install 'llorch[serve]'`):
+# programs do so (`pip install 'llorch[serve]'`; the server has a loop of its own):
 #
 # ```
 # llorch chat smollm2.gguf --impl .
@@ -172,8 +172,8 @@ print(check_functions("12", generate=wrong))
 #
 # Asked "What is the capital of France?", the chat answers "The capital of France is Paris.".
 #
-# `llorch learn certificate` writes what you have reached: complete blocks, the models whose text your functions wrote,
-# and hashes that anyone can recompute. This block ends here: `llorch learn museum` lists bugs of real engines, whose
+# `llorch learn certificate` writes what you have reached: complete blocks, the models whose text your functions wrote (if
+# all are yours), and hashes that anyone can recompute. This block ends here: `llorch learn museum` lists bugs of real engines, whose
 # cause you find from the numbers.
 #
 # [For porters](PORTING.md): reference code, compared values and all known mistakes of this lesson.
