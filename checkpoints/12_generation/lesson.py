@@ -172,8 +172,8 @@ print(check_functions("12", generate=wrong))
 #
 # Asked "What is the capital of France?", the chat answers "The capital of France is Paris.".
 #
-# `llorch learn certificate` writes what you have reached: complete blocks, the models whose text your functions wrote (if
-# all are yours), and hashes that anyone can recompute. This block ends here: `llorch learn museum` lists bugs of real engines, whose
-# cause you find from the numbers.
+# `llorch learn certificate` writes what you have reached: complete blocks, the models whose text your functions wrote
+# (if all are yours), and hashes that anyone can recompute. This block ends here: `llorch learn museum` lists bugs of
+# real engines, whose cause you find from the numbers.
 #
 # [For porters](PORTING.md): reference code, compared values and all known mistakes of this lesson.

@@ -115,7 +115,7 @@ print(check_functions("19", accumulated=wrong))
 #
 # ```
 # llorch lora train story --data pirate --impl . -o pirate
-# llorch run story "Once upon a time" --adapter pirate   # by llorch's functions: --impl and --adapter do not go together
+# llorch run story "Once upon a time" --adapter pirate   # without --impl, by llorch
 # ```
 #
 # The command prints the names of your functions first, and then the losses. These are some of its lines, with all 18
