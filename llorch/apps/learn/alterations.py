@@ -227,7 +227,7 @@ def _factors(
     name: str, index: int, call: FunctionCall, factor: float
 ) -> Iterator[tuple[str, str, Callable[[FunctionCall], Array]]]:
     """Yield one factor of every number: the size of an axis or a number in the arguments, its power, or a constant."""
-    for words, measure in _measures(call.arguments):
+    for words, measure in _measures(call.arguments) if call.expected[index].ndim else ():
         for format_words, power in (
             ("{}", 1.0),
             ("1 / {}", -1.0),

@@ -302,6 +302,7 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
         SmallCase({"row": _array(1, 5, 5)}, {"id": 1}, "the lowest id wins a tie"),
         SmallCase({"row": _array(1, 2, -5)}, {"id": 1}),
         SmallCase({"row": _array(-3, -1, -2)}, {"id": 1}),
+        SmallCase({"row": _array(1, 2, 5)}, {"id": 2}),
     ),
     "softmax": (
         SmallCase({"logits": np.log([0.5, 0.3, 0.2])}, {"probabilities": [0.5, 0.3, 0.2]}),
@@ -322,6 +323,7 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
             "logits equal to the smallest of the k stay",
         ),
         SmallCase({"logits": np.array([1.0, 3, 2]), "k": 0}, {"logits": [1, 3, 2]}, "0 keeps all"),
+        SmallCase({"logits": np.array([1.0, 3, 2]), "k": 9}, {"logits": [1, 3, 2]}, "there are fewer than k"),
     ),
     "keep_top_p": (
         SmallCase(
@@ -333,6 +335,9 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
         SmallCase(
             {"logits": np.log([0.6, 0.35, 0.05]), "min_p": 0.5}, {"logits": [*np.log([0.6, 0.35]), -np.inf]},
             "the probabilities are 0.6, 0.35 and 0.05; the limit is 0.3",
+        ),
+        SmallCase(
+            {"logits": np.array([-1.0, 0.0]), "min_p": 1.0}, {"logits": [-np.inf, 0]}, "the likeliest token stays"
         ),
     ),
     "distribution": (
@@ -379,6 +384,13 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
             {"x": _array([[[1, 2, 3, 4]]]), "cos": np.array([[[0.0, 1.0]]]), "sin": np.array([[[1.0, 0.0]]])},
             {"y": [[[[-3, 2, 1, 4]]]]}, "the pair (1, 3) is turned by 90 degrees, the pair (2, 4) is not",
         ),
+        SmallCase(
+            {
+                "x": _array([[[1, 3]]], [[[1, 3]]]), "cos": np.array([[[1.0]], [[0.0]]]),
+                "sin": np.array([[[0.0]], [[1.0]]]),
+            },
+            {"y": [[[[1, 3]]], [[[-3, 1]]]]}, "each sequence of the batch has its own tables",
+        ),
     ),
     "lora_scaling": (
         SmallCase(
@@ -400,6 +412,10 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
         SmallCase(
             {"logits": _array([0, 0], [0, LOG_3]), "labels": _ids(-100, 1), "label_smoothing": 0.0},
             {"loss_sum": 0.2877, "n_trained": 1}, "row 0 does not count; row 1 has the probability 0.75",
+        ),
+        SmallCase(
+            {"logits": _array([LOG_3, 0]), "labels": _ids(0), "label_smoothing": 0.0},
+            {"loss_sum": 0.2877, "n_trained": 1}, "token 0 is a label, too",
         ),
         SmallCase(
             {"logits": _array([200, 190, 0]), "labels": _ids(1), "label_smoothing": 0.0},

@@ -65,6 +65,11 @@ def multiplied_by_the_root(x: Array, weight: Array, eps: float) -> Array:
     return x * np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
+def sum_divided_by_tokens(x: Array, weight: Array, eps: float) -> Array:
+    """The sum of squares was divided by len(x), the number of tokens; divide by the width, x.shape[-1]."""
+    return x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) / len(x) + eps) * weight
+
+
 def root_of_standard_deviation(x: Array, weight: Array, eps: float) -> Array:
     """The standard deviation stands under the root; take the root of the mean square."""
     return x / np.sqrt(x.std(axis=-1, keepdims=True) + eps) * weight
@@ -187,6 +192,18 @@ def rope_plus_in_both_halves(x: Array, cos: Array, sin: Array) -> Array:
     """Both halves add the sine's term; the first half subtracts it: x1 cos - x2 sin."""
     first, second, c, s = _halves(x, cos, sin)
     return np.concatenate([first * c + second * s, second * c + first * s], axis=-1)
+
+
+def rope_second_half_exchanged(x: Array, cos: Array, sin: Array) -> Array:
+    """cos and sin are exchanged in the second half: it is x2 cos + x1 sin."""
+    first, second, c, s = _halves(x, cos, sin)
+    return np.concatenate([first * c - second * s, first * c + second * s], axis=-1)
+
+
+def rope_first_half_exchanged(x: Array, cos: Array, sin: Array) -> Array:
+    """cos and sin are exchanged in the first half: it is x1 cos - x2 sin."""
+    first, second, c, s = _halves(x, cos, sin)
+    return np.concatenate([second * c - first * s, second * c + first * s], axis=-1)
 
 
 def rope_without_the_other_half(x: Array, cos: Array, sin: Array) -> Array:
@@ -785,7 +802,7 @@ WRONG: Mapping[str, Sequence[Call]] = {
         mean_over_tokens, standard_deviation_for_root_mean_square, mean_subtracted, standard_deviation_plus_eps,
         variance_for_root,
         mean_of_absolute_values, square_of_the_mean, largest_value_for_root_mean_square, multiplied_by_the_root,
-        root_of_standard_deviation, eps_as_lower_bound, gain_added, gain_before_the_mean,
+        sum_divided_by_tokens, root_of_standard_deviation, eps_as_lower_bound, gain_added, gain_before_the_mean,
         eps_added_to_x, eps_times_width,
     ),
     "frequencies": (
@@ -798,6 +815,8 @@ WRONG: Mapping[str, Sequence[Call]] = {
     ),
     "rope": (
         rope_reads_rotated_half, rope_minus_in_both_halves, rope_plus_in_both_halves, rope_without_the_other_half,
+        rope_second_half_exchanged,
+        rope_first_half_exchanged,
         rope_cos_and_sin_by_half, rope_halves_in_wrong_order, rope_partner_not_negated,
         rope_tables_interleaved, rope_pairs_into_halves, rope_twice, rope_by_first_position, rope_by_last_position,
     ),

@@ -447,6 +447,19 @@ def values_summed_over_tiled_heads(grad: Array, probs: Array, v: Array) -> tuple
     return right.our_context_backward(grad, probs, v)[0], values_tiled_over_heads(grad, probs, v)[1]
 
 
+def values_of_last_query_head(grad: Array, probs: Array, v: Array) -> tuple[Array, Array]:
+    """The gradient of a value counts the last query head of its group alone: add them up, with +=."""
+    by_head = grad.reshape(len(grad), len(probs), -1).swapaxes(0, 1).astype(np.float64)
+    d_v = (probs.swapaxes(1, 2) @ by_head).reshape(len(v), -1, *v.shape[1:])[:, -1]
+    return right.our_context_backward(grad, probs, v)[0], d_v.astype(v.dtype)
+
+
+def keys_of_last_query_head(grad: Array, q: Array, k: Array) -> tuple[Array, Array]:
+    """The gradient of a key counts the last query head of its group alone: add them up, with +=."""
+    d_k = grad.swapaxes(1, 2).astype(np.float64) @ q.swapaxes(0, 1) / np.sqrt(q.shape[-1])
+    return right.our_scores_backward(grad, q, k)[0], d_k.reshape(len(k), -1, *k.shape[1:])[:, -1].astype(k.dtype)
+
+
 def values_averaged_over_group(grad: Array, probs: Array, v: Array) -> tuple[Array, Array]:
     """The gradient of a value was averaged over the query heads of its group; sum it."""
     d_probs, d_v = right.our_context_backward(grad, probs, v)
@@ -864,13 +877,14 @@ WRONG: Mapping[str, Sequence[Call]] = {
     "swiglu_backward": (*SWIGLU,),
     "rms_norm_backward": NORM,
     "attention_context_backward": (
-        context_gradient_cut_without_transpose, values_summed_over_tiled_heads,         values_averaged_over_group,
+        context_gradient_cut_without_transpose, values_summed_over_tiled_heads,         values_of_last_query_head,
+        values_averaged_over_group,
         values_tiled_over_heads,
     ),
     "attention_probs_backward": PROBS,
     "attention_scores_backward": (
         scores_scaled_in_d_q_only, scores_scaled_in_d_k_only, scores_scaled_by_head_dim, scores_multiplied_by_root,
-        keys_tiled_over_heads, keys_summed_over_tiled_heads, keys_averaged_over_group,
+        keys_of_last_query_head, keys_tiled_over_heads, keys_summed_over_tiled_heads, keys_averaged_over_group,
     ),
     "rope_backward": (
         *SIGNS, rope_backward_of_rotated_half,
