@@ -132,8 +132,8 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
     ),
     "rms_norm": (
         SmallCase(
-            {"x": _array([3, 4]), "weight": _array(2, 10), "eps": 12.5}, {"y": [[1.2, 8]]},
-            "the mean square is 12.5, plus eps 25, the root 5",
+            {"x": _array([4, 2]), "weight": _array(2, 10), "eps": 15.0}, {"y": [[1.6, 4]]},
+            "the mean square is 10, plus eps 25, the root 5",
         ),
     ),
     "frequencies": (SmallCase({"head_dim": 4, "theta": 100.0}, {"inv_freq": [1, 0.1]}),),
@@ -375,8 +375,8 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
     ),
     "torch_rms_norm": (
         SmallCase(
-            {"x": _array([3, 4]), "weight": _array(2, 10), "eps": 12.5}, {"y": [[1.2, 8]]},
-            "the mean square is 12.5, plus eps 25, the root 5",
+            {"x": _array([4, 2]), "weight": _array(2, 10), "eps": 15.0}, {"y": [[1.6, 4]]},
+            "the mean square is 10, plus eps 25, the root 5",
         ),
     ),
     "torch_rope": (
