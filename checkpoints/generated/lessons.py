@@ -48,8 +48,8 @@ def _hours(lessons: Iterable[Lesson]) -> str:
 
 
 def _block(title: str, lessons: Sequence[Lesson]) -> str:
-    lines = ([each.number, _link(each), each.idea, each.pitfall, str(each.minutes)] for each in lessons)
-    return f"### {title}\n\n{table(COLUMNS, lines, right=1)}"
+    rows = ([lesson.number, _link(lesson), lesson.idea, lesson.pitfall, str(lesson.minutes)] for lesson in lessons)
+    return f"### {title}\n\n{table(COLUMNS, rows, right=1)}"
 
 
 def _link(lesson: Lesson) -> str:

@@ -144,12 +144,12 @@ def _fills(exercise: Any) -> tuple[Call, ...]:
 
 
 def top_k_without_ties(logits: Array, k: int) -> Array:
-    """Of equal logits at the border only some stay; all that are equal to the smallest of the k stay."""
+    """Only some of the logits that equal the smallest of the k stay; all of them stay."""
     return _cut(logits, np.isin(np.arange(len(logits)), np.argsort(-logits, kind="stable")[:k])) if k else logits
 
 
 def top_k_without_later_ties(logits: Array, k: int) -> Array:
-    """Of equal logits at the border only some stay; all that are equal to the smallest of the k stay."""
+    """Only some of the logits that equal the smallest of the k stay; all of them stay."""
     return _cut(logits, np.isin(np.arange(len(logits)), np.argsort(logits, kind="stable")[-k:])) if k else logits
 
 

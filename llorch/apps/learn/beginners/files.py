@@ -73,7 +73,7 @@ def _merge(
 
 
 def merge_rightmost_first(ids: Array, merges: Array, ranks: Array) -> Array:
-    """Of equal ranks the rightmost pair was merged first; the leftmost goes first."""
+    """The rightmost of the pairs with equal ranks was merged first; the leftmost goes first."""
     return _merge(ids, merges, ranks, choose=lambda found: min(found, key=lambda pair: (pair[0], -pair[1])))
 
 
@@ -95,27 +95,6 @@ def merge_once(ids: Array, merges: Array, ranks: Array) -> Array:
 def merge_nothing(ids: Array, merges: Array, ranks: Array) -> Array:
     """Nothing was merged."""
     return ids.copy()
-
-
-def merge_rank_by_rank(ids: Array, merges: Array, ranks: Array) -> Array:
-    """Every rule was applied once, in the order of the ranks; a merge can make a pair of a lower rank."""
-    pieces = ids.tolist()
-    for left, right, joined in merges[np.argsort(ranks, kind="stable")].tolist():
-        new, i = [], 0
-        while i < len(pieces):
-            if pieces[i : i + 2] == [left, right]:
-                new.append(joined)
-                i += 2
-            else:
-                new.append(pieces[i])
-                i += 1
-        pieces = new
-    return np.asarray(pieces, np.int64)
-
-
-def merge_all_of_a_rule(ids: Array, merges: Array, ranks: Array) -> Array:
-    """The position in the list of merges was taken for the rank; ranks[i] is the rank of merge i."""
-    return _merge(ids, merges, np.arange(len(ranks)), choose=min)
 
 
 def _scales(blocks: Array, dtype: str = "<f2", start: int = 0) -> Array:
@@ -240,7 +219,6 @@ WRONG: Mapping[str, Sequence[Call]] = {
     ),
     "merge": (
         merge_rightmost_first, merge_highest_rank_first, merge_leftmost_first, merge_once, merge_nothing,
-        merge_rank_by_rank, merge_all_of_a_rule,
     ),
     "q8_0": (*_decoders(_codes_8), codes_minus_128, product_in_float16),
     "q4_0": (

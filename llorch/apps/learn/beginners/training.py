@@ -180,7 +180,7 @@ def _loss_with_small_number(small: float) -> Call:
     return wrong
 
 
-SMALL_NUMBERS = tuple(map(_loss_with_small_number, (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 1e-15)))
+SMALL_NUMBERS = tuple(map(_loss_with_small_number, (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10)))
 
 
 def loss_of_all_labels_in_all_rows(logits: Array, labels: Array, label_smoothing: float) -> tuple[float, int]:
