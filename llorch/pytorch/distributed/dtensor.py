@@ -31,11 +31,11 @@ def own(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """Gather the complete tensor on every rank; a collective call."""
-    return tensor.full_tensor() if is_part(tensor) else tensor
+    return gather_all({"": tensor})[""]
 
 
 def gather_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather many tensors of one mesh and dtype, as `whole` does, with one exchange per axis of the mesh."""
+    """Gather many tensors of one mesh and dtype as `whole` gathers one, with one exchange per axis of the mesh."""
     parts = {name: tensor for name, tensor in tensors.items() if is_part(tensor)}
     if not parts:
         return dict(tensors)

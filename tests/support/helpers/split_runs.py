@@ -23,7 +23,7 @@ from llorch.lora.config import LoraConfig
 from llorch.lora.initial import initial_adapter
 from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.cache import Cache, NoCache
-from llorch.pytorch.distributed.dtensor import whole
+from llorch.pytorch.distributed.dtensor import is_part
 from llorch.pytorch.distributed.launch import start
 from llorch.pytorch.distributed.parallel import parallelize
 from llorch.pytorch.distributed.parallel_model import load_parallel
@@ -154,4 +154,5 @@ def gradients(model: str, n_ranks: int, lora: LoraConfig) -> dict[str, np.ndarra
     )
     module(ids, place, NoCache(cpu)).log_softmax(-1)[0, :, 3].sum().backward()
     made: dict[str, Any] = {name: factor.grad for name, factor in trainable_parameters(module).items()}
-    return {name: whole(gradient).numpy().copy() for name, gradient in made.items()}
+    complete = {name: grad.full_tensor() if is_part(grad) else grad for name, grad in made.items()}
+    return {name: grad.numpy().copy() for name, grad in complete.items()}
