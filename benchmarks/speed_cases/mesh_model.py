@@ -159,13 +159,13 @@ def activations(job: Job) -> int:
     """Count the bytes that one block keeps for its backward pass.
 
     Both norms keep their input, widened. Adapters keep the input of their matrices, once per shared input, and the
-    input of B. Attention keeps q, k, v and its result. SwiGLU keeps gate, silu(gate) and up, widened.
+    input of B; the input of down is computed again. Attention keeps q, k, v and its result. SwiGLU keeps gate and up.
     """
     config, tp, width = job.config, job.tp, job.width
     q, kv, inter = config.q_width // tp, config.kv_width // tp, config.intermediate_size // tp
-    per_token = 2 * config.hidden_size * WIDE + 3 * inter * WIDE + (2 * q + 2 * kv) * width
-    for names, size in ((COLUMNS[:3], config.hidden_size), (COLUMNS[3:], config.hidden_size), (("down_proj",), inter)):
-        per_token += size * width * any(name in job.modules for name in names)
+    per_token = 2 * config.hidden_size * WIDE + (2 * inter + 2 * q + 2 * kv) * width
+    for names in (COLUMNS[:3], COLUMNS[3:]):
+        per_token += config.hidden_size * width * any(name in job.modules for name in names)
     return (per_token + job.r * WIDE * len(job.modules)) * job.own_tokens
 
 
