@@ -4,7 +4,6 @@
  * some columns of a head go through all tokens while they stay in the nearest cache. Sums have one order, whatever
  * the number of tokens, of sequences and of threads: passes of any length give the same bits. */
 
-#include "layer.h"
 #include "numbers.h"
 #include <math.h>
 
@@ -43,6 +42,7 @@ static void convolve(int half, const char *x, const char *before, const uint8_t 
         memcpy(after + j * row + first * element, rows[j] + first * element, (size_t)((last - first) * element));
 }
 
+/* real is (batch, seq), or null when there is no padding; weight is (taps + 1, width); taps is at most MOST_TAPS. */
 void llorch_short_conv(int half, const char *x, const char *before, const uint8_t *real, const float *weight, char *y,
                        char *after, long batch, long seq, long width, long taps) {
     long parts = (width + CHANNELS - 1) / CHANNELS, row = width * (half ? 2 : 4);
@@ -102,6 +102,7 @@ static void follow(const rule *a, long b, long h, long first, long n) {
     for (long j = 0; j < dim; j++) memcpy(kept + j * width, s[j], sizeof(float) * (size_t)n);
 }
 
+/* key_dim is at most MOST_KEYS. */
 void llorch_delta_rule(const float *q, const float *k, const float *v, const float *beta, const float *log_decay,
                        float *state, float *out, long batch, long seq, long k_heads, long v_heads, long key_dim,
                        long value_dim, long v_stride) {

@@ -41,20 +41,3 @@ void llorch_swiglu(int half, const void *gate, const void *up, void *y, long n);
 int llorch_attend(int half, const void *q, const void *keys, const void *values, const int64_t *pages,
                   const uint8_t *visible, void *y, long batch, long seq, long heads, long kv_heads, long ctx,
                   long head_dim, long batch_stride, long head_stride);
-
-/* As llorch_product, each row with the matrix of the expert that ids names; of x a row is used `share` times. 1 when
- * memory is lacking, 2 when an expert does not exist. */
-int llorch_expert_product(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
-                          const void *x, const int64_t *ids, void *y, long rows, long share, long experts, long out,
-                          long in);
-
-/* The delta net: see delta.c. real is (batch, seq), or null when there is no padding; weight is (taps + 1, width).
- * taps is at most 16, key_dim at most 256. */
-void llorch_short_conv(int half, const char *x, const char *before, const uint8_t *real, const float *weight, char *y,
-                       char *after, long batch, long seq, long width, long taps);
-void llorch_l2_norm(const float *x, float *y, long tokens, long stride, long heads, long dim);
-void llorch_delta_rule(const float *q, const float *k, const float *v, const float *beta, const float *log_decay,
-                       float *state, float *out, long batch, long seq, long k_heads, long v_heads, long key_dim,
-                       long value_dim, long v_stride);
-void llorch_gated_norm(int half, const float *x, const void *z, const void *weight, float eps, void *y, long rows,
-                       long width);

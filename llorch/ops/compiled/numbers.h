@@ -140,31 +140,15 @@ static inline float sum_of(lanes v) {
 #endif
 }
 
-static inline float sum_of_all(const lanes *sums) {
-    lanes sum = sums[0];
-    for (int j = 1; j < RUN / LANES; j++) sum += sums[j];
-    return sum_of(sum);
-}
-
 static inline float dot_f32(const float *w, const float *x, long in) {
     lanes sums[RUN / LANES] = {{0}};
     long i = 0;
     for (; i + RUN <= in; i += RUN)
         for (int j = 0; j < RUN / LANES; j++)
             sums[j] = fma_lanes(load(w + i + LANES * j), load(x + i + LANES * j), sums[j]);
-    float sum = sum_of_all(sums);
+    for (int j = 1; j < RUN / LANES; j++) sums[0] += sums[j];
+    float sum = sum_of(sums[0]);
     for (; i < in; i++) sum += w[i] * x[i];
-    return sum;
-}
-
-static inline float dot_bf16(const uint16_t *w, const float *x, long in) {
-    lanes sums[RUN / LANES] = {{0}};
-    long i = 0;
-    for (; i + RUN <= in; i += RUN)
-        for (int j = 0; j < RUN / LANES; j++)
-            sums[j] = fma_lanes(widen_bf16(w + i + LANES * j), load(x + i + LANES * j), sums[j]);
-    float sum = sum_of_all(sums);
-    for (; i < in; i++) sum += from_bf16(w[i]) * x[i];
     return sum;
 }
 

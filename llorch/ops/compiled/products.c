@@ -191,6 +191,8 @@ int llorch_product(int kind, const void *codes, const void *d, const void *scale
     return lacking;
 }
 
+/* As llorch_product, each row with the matrix of the expert that ids names; of x a row is used `share` times. 1 when
+ * memory is lacking, 2 when an expert does not exist. */
 int llorch_expert_product(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
                           const void *x, const int64_t *ids, void *y, long rows, long share, long experts, long out,
                           long in) {

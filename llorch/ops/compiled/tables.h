@@ -242,19 +242,15 @@ static inline lanes dot_offsets(const fields *f, long row, const float *sums, lo
 /* sums: of the inputs of each group, where a table has minima. */
 static inline float dot_table(int kind, const fields *f, long row, const float *x, const float *sums, long in) {
     const shared *table = (const shared *)f->scales;
-    lanes total;
     const int zeros = table->offset == ZERO;
-    if (kind == TABLE_4) {
-        total = zeros ? dot_way(TABLE_4, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_4, f, LOOK_UP, 0, row, x, in);
-    } else if (table->way == SIGNED) {
-        total = zeros ? dot_way(TABLE_8, f, SIGNED, 1, row, x, in) : dot_way(TABLE_8, f, SIGNED, 0, row, x, in);
-    } else if (table->way == E4M3) {
-        total = dot_way(TABLE_8, f, E4M3, 0, row, x, in) * unit_of(E4M3);
-    } else if (table->way == EVEN) {
-        total = zeros ? dot_way(TABLE_8, f, EVEN, 1, row, x, in) : dot_way(TABLE_8, f, EVEN, 0, row, x, in);
-    } else {
-        total = zeros ? dot_way(TABLE_8, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_8, f, LOOK_UP, 0, row, x, in);
-    }
+    lanes total;
+#define DOT_WAY(KIND, WAY) zeros ? dot_way(KIND, f, WAY, 1, row, x, in) : dot_way(KIND, f, WAY, 0, row, x, in)
+    if (kind == TABLE_4) total = DOT_WAY(TABLE_4, LOOK_UP);
+    else if (table->way == SIGNED) total = DOT_WAY(TABLE_8, SIGNED);
+    else if (table->way == E4M3) total = dot_way(TABLE_8, f, E4M3, 0, row, x, in) * unit_of(E4M3);
+    else if (table->way == EVEN) total = DOT_WAY(TABLE_8, EVEN);
+    else total = DOT_WAY(TABLE_8, LOOK_UP);
+#undef DOT_WAY
     if (sums) total += dot_offsets(f, row, sums, in / columns_of_group(table));
     return sum_of(total) * table->factor / table->divisor;
 }

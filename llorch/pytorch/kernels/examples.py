@@ -37,9 +37,9 @@ class KernelExample:
 class Numbers:
     """Generator of random tensors in the dtype and on the device of a target."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, *, seed: int = 0) -> None:
         """Seed the generator, so that every run draws the same numbers."""
-        self.target, self.generator = target, torch.Generator().manual_seed(0)
+        self.target, self.generator = target, torch.Generator().manual_seed(seed)
 
     def __call__(self, *shape: int) -> Tensor:
         """Draw standard normal numbers."""
@@ -47,6 +47,7 @@ class Numbers:
 
 
 Size = tuple[int, int]  # batch, sequence
+Sizes = Sequence[tuple[int, ...]]  # of the rows of each call
 
 
 def in_dtype(*inputs: tuple[Tensor, ...]) -> Callable[[torch.dtype], list[tuple]]:
@@ -67,21 +68,25 @@ def _with_gradients(call: Callable[..., Sequence[Tensor]], n_results: int) -> Ca
     return forward_backward
 
 
-def _example_with_one_result(module: object, *arguments: Tensor) -> KernelExample:
-    """Make the example of a trained kernel that returns one tensor."""
-    return KernelExample(module, in_dtype(arguments), _with_gradients(lambda kernel, *inputs: (kernel(*inputs),), 1))
+def _trained(make: Callable[..., KernelExample], config: ModelConfig, target: Target, size: Size) -> KernelExample:
+    """Extend the example of a kernel that returns one tensor by its backward pass."""
+    example = make(config, target, (size,))
+    (arguments,) = example.inputs(target.dtype)
+    grad = Numbers(target, seed=1)(*example.module(*arguments).shape)
+    call = _with_gradients(lambda kernel, *inputs: (kernel(*inputs),), 1)
+    return KernelExample(example.module, in_dtype((*arguments, grad)), call)
 
 
-def _norm(config: ModelConfig, target: Target, size: Size) -> KernelExample:
+def _norm(config: ModelConfig, target: Target, sizes: Sizes = ((1, 1), (5, 1))) -> KernelExample:
     numbers, width = Numbers(target), config.hidden_size
     module = RMSNorm(width, config.rms_norm_eps)
     module.weight = nn.Parameter(1 + numbers(width) / 2, requires_grad=False)
-    return _example_with_one_result(module, *(numbers(*size, width) for _ in range(2)))
+    return KernelExample(module, in_dtype(*((numbers(*size, width),) for size in sizes)))
 
 
-def _act(config: ModelConfig, target: Target, size: Size) -> KernelExample:
+def _act(config: ModelConfig, target: Target, sizes: Sizes = ((1, 1), (5, 1))) -> KernelExample:
     numbers, width = Numbers(target), config.intermediate_size
-    return _example_with_one_result(swiglu, 4 * numbers(*size, width), *(numbers(*size, width) for _ in range(2)))
+    return KernelExample(swiglu, in_dtype(*((4 * numbers(*size, width), numbers(*size, width)) for size in sizes)))
 
 
 def _rotate(config: ModelConfig, target: Target, size: Size) -> KernelExample:
@@ -100,16 +105,18 @@ def _rotate(config: ModelConfig, target: Target, size: Size) -> KernelExample:
     return KernelExample(rotate_and_cache, in_dtype(heads), _with_gradients(rotate_heads, 2))
 
 
-def _packed(name: str, config: ModelConfig, target: Target, size: Size) -> KernelExample:
+def _packed(
+    name: str, config: ModelConfig, target: Target, sizes: Sizes = ((1,), (2,), (8,), (40,), (300,))
+) -> KernelExample:
     numbers, kind, n_in = Numbers(target), kind_named(name), -(-config.hidden_size // 256) * 256
     torch.manual_seed(0)
     module = QuantisedLinear(random_fields((config.intermediate_size, n_in), kind, target.device), kind)
-    return _example_with_one_result(module, numbers(*size, n_in), numbers(*size, config.intermediate_size))
+    return KernelExample(module, in_dtype(*((numbers(*size, n_in),) for size in sizes)))
 
 
 TRAINED_EXAMPLES: dict[str, Callable[[ModelConfig, Target, Size], KernelExample]] = {
-    "norm": _norm, "rotate": _rotate, "act": _act,
-    **{f"packed {name}": partial(_packed, name) for name in CPU_KIND_NAMES},
+    "norm": partial(_trained, _norm), "rotate": _rotate, "act": partial(_trained, _act),
+    **{f"packed {name}": partial(_trained, partial(_packed, name)) for name in CPU_KIND_NAMES},
 }  # fmt: skip
 
 
@@ -195,6 +202,7 @@ def _packed_experts(name: str, config: ModelConfig, target: Target) -> KernelExa
 
 
 EXAMPLES: dict[str, Callable[[ModelConfig, Target], KernelExample]] = {
-    "conv": _conv, "gated norm": _gated_norm, "l2 norm": _l2_norm, "delta rule": _delta_rule, "experts": _experts,
+    "norm": _norm, "act": _act, **{f"packed {name}": partial(_packed, name) for name in CPU_KIND_NAMES}, "conv": _conv,
+    "gated norm": _gated_norm, "l2 norm": _l2_norm, "delta rule": _delta_rule, "experts": _experts,
     **{f"packed experts {name}": partial(_packed_experts, name) for name in CPU_KIND_NAMES},
 }  # fmt: skip

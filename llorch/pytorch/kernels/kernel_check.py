@@ -10,7 +10,6 @@ import math
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,16 +20,14 @@ from llorch.families.real_shapes import SHAPES
 from llorch.model.generate import Job
 from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.cache import Cache
-from llorch.pytorch.causal_lm import CausalLM, RMSNorm, keep_nothing, rotate_and_cache, swiglu
+from llorch.pytorch.causal_lm import CausalLM, keep_nothing, rotate_and_cache
 from llorch.pytorch.decoding import Decoding, size_class
 from llorch.pytorch.device import Target
 from llorch.pytorch.kernels import TRAINED, KernelTable
 from llorch.pytorch.kernels.examples import EXAMPLES, TRAINED_EXAMPLES, KernelExample, Numbers, in_dtype
-from llorch.pytorch.kernels.packing import CPU_KIND_NAMES
-from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import sdpa_attention, use_sdpa
 from llorch.pytorch.kernels.table import install_kernels
-from llorch.pytorch.random_weights import kind_named, random_fields, random_model
+from llorch.pytorch.random_weights import random_model
 from llorch.pytorch.sampling import Needs
 
 TIMES = 4  # times torch's error, or times the dtype's epsilon
@@ -170,33 +167,12 @@ def example_of(kind: str, config: ModelConfig, target: Target) -> KernelExample:
     return _EXAMPLES[kind](config, target)
 
 
-def _norm(config: ModelConfig, target: Target) -> KernelExample:
-    numbers, module = Numbers(target), RMSNorm(config.hidden_size, config.rms_norm_eps)
-    module.weight = nn.Parameter(1 + numbers(config.hidden_size) / 2, requires_grad=False)
-    return KernelExample(module, in_dtype(*((numbers(rows, 1, config.hidden_size),) for rows in (1, 5))))
-
-
 def _linear(config: ModelConfig, target: Target) -> KernelExample:
     numbers, width, out = Numbers(target), config.hidden_size, config.intermediate_size
     module = nn.Linear(width, out, device="meta")
     module.weight = nn.Parameter(numbers(out, width), requires_grad=False)
     module.bias = nn.Parameter(numbers(out), requires_grad=False)
     return KernelExample(module, in_dtype(*((numbers(rows, 1, width),) for rows in (1, 3, 8, 9))))
-
-
-def _packed(name: str, config: ModelConfig, target: Target) -> KernelExample:
-    numbers, quantisation, width = Numbers(target), kind_named(name), -(-config.hidden_size // 256) * 256
-    torch.manual_seed(0)
-    module = QuantisedLinear(
-        random_fields((config.intermediate_size, width), quantisation, target.device), quantisation
-    )
-    return KernelExample(module, in_dtype(*((numbers(rows, width),) for rows in (1, 2, 8, 40, 300))))
-
-
-def _act(config: ModelConfig, target: Target) -> KernelExample:
-    numbers, width = Numbers(target), config.intermediate_size
-    inputs = [(4 * numbers(rows, 1, width), numbers(rows, 1, width)) for rows in (1, 5)]
-    return KernelExample(swiglu, in_dtype(*inputs))
 
 
 def _attend(config: ModelConfig, target: Target) -> KernelExample:
@@ -275,6 +251,5 @@ def _graph(config: ModelConfig, target: Target) -> KernelExample:
 
 
 _EXAMPLES: dict[str, Callable[[ModelConfig, Target], KernelExample]] = {  # CUDA has kernels of some of these kinds
-    "norm": _norm, "linear": _linear, "rotate": _rotate, "attend": _attend, "act": _act, "block": _block_example,
-    "graph": _graph, **{f"packed {name}": partial(_packed, name) for name in CPU_KIND_NAMES}, **EXAMPLES,
+    "linear": _linear, "rotate": _rotate, "attend": _attend, "block": _block_example, "graph": _graph, **EXAMPLES,
 }  # fmt: skip

@@ -4,7 +4,7 @@
 functions here, references of all kernels, decode a tile of rows and multiply it with torch. Kernel tables replace them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from llorch.pytorch.kernels.packing import Fields, Kind, decode, width
 Multiply = Callable[[Tensor, Fields, Kind, Tensor | None], Tensor]
 RowFunction = Callable[[Tensor], Tensor]
 MultiplyBack = Callable[[Tensor, Fields, Kind], Tensor]
+Decode = Callable[[Fields, Kind, torch.dtype], Tensor]
+Tiles = Iterable[tuple[slice, Tensor]]  # decoded rows of a matrix, in order, with their place
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows, a matrix and a bias
 
 _INTEGERS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 TILE = 1 << 22  # elements decoded at a time: small against a model, large enough for efficient products
@@ -127,24 +130,52 @@ def multiply_by_tiles(
     x: Float[Tensor, "rows in"], fields: Fields, ggml_type: Kind, bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "rows out"]:
     """Compute x @ decode(fields).T + bias, one tile of the matrix, rounded to the dtype of `x`, at a time."""
-    y = x.new_empty(len(x), count_rows(fields))
-    for rows, tile in tiles(fields, ggml_type, x.dtype):
-        y[:, rows] = linear(x, tile, None if bias is None else bias[rows])
-    return y
+    return multiply_tiles(x, tiles(fields, ggml_type, x.dtype), count_rows(fields), bias)
 
 
 def back_by_tiles(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: Kind) -> Float[Tensor, "rows in"]:
-    """Compute grad @ decode(fields), the gradient of the input; tiles are summed in at least float32."""
-    dtype_wide = torch.promote_types(grad.dtype, torch.float32)
-    total = grad.new_zeros(len(grad), width(fields, ggml_type), dtype=dtype_wide)
-    for rows, tile in tiles(fields, ggml_type, grad.dtype):
-        total += grad[:, rows] @ tile
+    """Compute grad @ decode(fields), the gradient of the input."""
+    return multiply_tiles_back(grad, tiles(fields, ggml_type, grad.dtype))
+
+
+def multiply_tiles(
+    x: Float[Tensor, "*rows in"], tiles: Tiles, n_out: int, bias: Float[Tensor, " out"] | None,
+    product: Product = linear,
+) -> Float[Tensor, "*rows out"]:  # fmt: skip
+    """Compute x @ matrix.T + bias from the tiles of a matrix of `n_out` rows."""
+    y: Any = None
+    for rows, tile in tiles:
+        rows_of_y = product(x, tile, None if bias is None else bias[rows])
+        if len(tile) == n_out:
+            return rows_of_y
+        y = x.new_empty(*x.shape[:-1], n_out) if y is None else y
+        y[..., rows] = rows_of_y
+    return y
+
+
+def multiply_tiles_back(
+    grad: Float[Tensor, "*rows out"], tiles: Tiles, product: Product = linear
+) -> Float[Tensor, "*rows in"]:
+    """Compute grad @ matrix, the gradient of the input; products of tiles are added in at least float32."""
+    total: Any = None
+    for rows, tile in tiles:
+        part = product(grad[..., rows].contiguous(), tile.T, None)
+        if len(tile) == grad.shape[-1]:
+            return part
+        total = part.to(torch.promote_types(part.dtype, torch.float32)) if total is None else total.add_(part)
     return total.to(grad.dtype)
 
 
-def tiles(fields: Fields, ggml_type: Kind, dtype: torch.dtype) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
-    """Decode a matrix, `TILE` elements at a time, rounded to `dtype`: yield the row slice and the rows."""
-    n_rows, step = count_rows(fields), max(1, TILE // width(fields, ggml_type))
+def decode_rounded(fields: Fields, ggml_type: Kind, dtype: torch.dtype) -> Float[Tensor, "rows in"]:
+    """Decode a matrix, or some rows, and round to `dtype`."""
+    return decode(fields, ggml_type).to(dtype)
+
+
+def tiles(
+    fields: Fields, ggml_type: Kind, dtype: torch.dtype, *, size: int | None = None, decode_to: Decode = decode_rounded
+) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
+    """Decode a matrix to `dtype`, `size` elements (`TILE`) at a time: yield the row slice and the rows."""
+    n_rows, step = count_rows(fields), max(1, (size or TILE) // width(fields, ggml_type))
     for start in range(0, n_rows, step):
         rows = slice(start, min(start + step, n_rows))
-        yield rows, decode({name: field[rows] for name, field in fields.items()}, ggml_type).to(dtype)
+        yield rows, decode_to({name: field[rows] for name, field in fields.items()}, ggml_type, dtype)

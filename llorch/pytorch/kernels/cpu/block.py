@@ -16,13 +16,13 @@ from llorch.pytorch.cache import Cache, PassPlacement
 from llorch.pytorch.causal_lm import Block, Hidden, Keep, keep_nothing
 from llorch.pytorch.kernels import TRAINED, KernelTable
 from llorch.pytorch.kernels.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv
-from llorch.pytorch.kernels.cpu.experts import CpuExperts, CpuQuantisedExperts
+from llorch.pytorch.kernels.cpu.experts import CpuExperts
 from llorch.pytorch.kernels.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu, pointer
 from llorch.pytorch.kernels.cpu.linear import KINDS, CpuLinear
 from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear, TrainedQuantisedLinear
 from llorch.pytorch.kernels.packing import CPU_KIND_NAMES
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
-from llorch.pytorch.models.experts import QuantisedExperts
+from llorch.pytorch.models.experts import ExpertLinear, QuantisedExperts
 
 MOST = 64  # maximum tokens of a block in one call if `fixed`; else FEW, because more tokens use other functions
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -140,9 +140,14 @@ def describe(block: Block, *, fixed: bool) -> _Block:
     half, norms = HALF[first.weight.dtype], (first, block.post_attention_layernorm, attention.q_norm, attention.k_norm)
     gains = [None if norm is None else norm.weight.data_ptr() for norm in norms]
     owners = [attention] * 4 + [block.mlp] * 3
-    matrices = [_Matrix(*getattr(owner, name).struct_fields()) for owner, name in zip(owners, PROJECTIONS, strict=True)]
+    matrices = [_matrix(getattr(owner, name)) for owner, name in zip(owners, PROJECTIONS, strict=True)]
     heads = [kernel.out_features // attention.head_dim for kernel in (attention.q_proj, attention.k_proj)]
     return _Block(*gains, *matrices, half, fixed, *heads, attention.head_dim, first.eps)
+
+
+def _matrix(kernel: CpuLinear | CpuQuantisedLinear) -> _Matrix:
+    kind, *pointers, _ = kernel.matrix_of(torch.float32)
+    return _Matrix(*pointers, pointer(kernel.bias), kind, kernel.out_features, kernel.in_features)
 
 
 def cpu_kernels(compiled: ctypes.CDLL | None, dtype: torch.dtype, *, fixed: bool = False) -> KernelTable:
@@ -163,8 +168,13 @@ def cpu_kernels(compiled: ctypes.CDLL | None, dtype: torch.dtype, *, fixed: bool
         "delta rule": lambda kernel: CpuDeltaRule(compiled),
         "block": lambda block: CpuBlock(block, compiled, fixed=fixed) if block.is_dense else block,
     }
+
+    def experts(kernel: ExpertLinear) -> CpuExperts:
+        rows = nn.Parameter(kernel.weight.flatten(0, 1), requires_grad=False)
+        return CpuExperts(CpuLinear(rows, None, compiled), kernel.n_experts, compiled)
+
     if not fixed:
-        kernels = {**kernels, "experts": lambda kernel: CpuExperts(kernel.weight, compiled)}
+        kernels = {**kernels, "experts": experts}
     return {**kernels, **_packed_kernels(compiled, fixed=fixed)}
 
 
@@ -177,8 +187,9 @@ def _packed_kernels(compiled: ctypes.CDLL, *, fixed: bool) -> KernelTable:
     def trained(kernel: QuantisedLinear) -> TrainedQuantisedLinear:
         return TrainedQuantisedLinear(kernel.fields, kernel.ggml_type, kernel.bias, compiled)
 
-    def experts(kernel: QuantisedExperts) -> CpuQuantisedExperts:
-        return CpuQuantisedExperts(kernel.fields, kernel.ggml_type, kernel.n_experts, compiled)
+    def experts(kernel: QuantisedExperts) -> CpuExperts:
+        stacked = CpuQuantisedLinear(kernel.fields, kernel.ggml_type, None, compiled)
+        return CpuExperts(stacked, kernel.n_experts, compiled)
 
     return {
         **{f"packed {kind}": packed for kind in CPU_KIND_NAMES},

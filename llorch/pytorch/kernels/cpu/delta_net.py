@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from llorch.pytorch.kernels.cpu.layer import HALF, Compiled, pointer
+from llorch.pytorch.kernels.cpu.layer import HALF, Compiled, CpuNorm, pointer
 from llorch.pytorch.models.delta_net import Channels, RealTokens, Taps, l2_norm
 from llorch.pytorch.models.delta_rule import Keys, Matrices, PerHead, Values, delta_rule
 
@@ -37,13 +37,8 @@ class CpuShortConv(nn.Module):
         return y, new_state
 
 
-class CpuGatedNorm(nn.Module):
+class CpuGatedNorm(CpuNorm):
     """Kernel of `GatedNorm`."""
-
-    def __init__(self, weight: Tensor, eps: float, library: ctypes.CDLL) -> None:
-        """Take over the gain of a `GatedNorm`, in the dtype of the run."""
-        super().__init__()
-        self.weight, self.eps, self.library = weight, eps, library
 
     def forward(self, x: Float[Tensor, "*rows value_dim"], z: Float[Tensor, "*rows value_dim"]) -> Tensor:
         """Normalise the last axis."""

@@ -18,13 +18,17 @@ HALF = {torch.float32: 0, torch.bfloat16: 1}  # `half` in the C files: the dtype
 FEW = 4  # up to this many tokens, attention runs here; more use the fallback
 
 
-class CpuRMSNorm(nn.Module):
-    """Kernel of `llorch.pytorch.causal_lm.rms_norm`."""
+class CpuNorm(nn.Module):
+    """Base of kernels of norms with a gain."""
 
     def __init__(self, weight: Tensor, eps: float, library: ctypes.CDLL) -> None:
-        """Take over the gain of an `RMSNorm`, in the dtype of the run."""
+        """Take over the gain, in the dtype of the run."""
         super().__init__()
         self.weight, self.eps, self.library = weight, eps, library
+
+
+class CpuRMSNorm(CpuNorm):
+    """Kernel of `llorch.pytorch.causal_lm.rms_norm`."""
 
     def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
         """Normalise the last axis."""

@@ -16,8 +16,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from llorch.pytorch.kernels.cpu.layer import pointer
-
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # `kind` of a dense matrix in the C files
 FEW = {torch.float32: 8, torch.bfloat16: 4}  # up to this many rows, `fixed.c` is faster than oneDNN
 TILE = 1 << 23  # elements; a smaller tile that fits the cache costs more in calls than it saves
@@ -44,7 +42,7 @@ class CpuLinear(nn.Module):
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Multiply in the dtype of the weights; sums are float32 and rounded once."""
         weight, bias, library = self.weight, self.bias, self.library
-        kind, out, width = self._sizes
+        _, out, width = self._sizes
         if library is None or x.numel() > self._max_elements:
             return product(x, weight, bias)
         if x.dtype != weight.dtype:
@@ -53,13 +51,17 @@ class CpuLinear(nn.Module):
         y = x.new_empty(*x.shape[:-1], out)
         pointers = x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
         multiply = library.llorch_product if rows == 1 and not self.fixed else library.llorch_fixed_product
-        if multiply(kind, weight.data_ptr(), None, None, None, kind, *pointers, rows, out, width):
+        if multiply(*self.matrix_of(x.dtype), *pointers, rows, out, width):
             raise MemoryError(f"linear: cannot allocate memory for {rows} rows")
         return y
 
-    def struct_fields(self) -> tuple[int | None, ...]:
-        """Return the fields of the matrix struct in `block.c`."""
-        return self.weight.data_ptr(), None, None, None, pointer(self.bias), *self._sizes
+    def matrix_of(self, dtype: torch.dtype) -> tuple[int | None, ...]:
+        """Return the matrix arguments of compiled functions; `dtype` is that of the weights."""
+        return self._sizes[0], self.weight.data_ptr(), None, None, None, KINDS[dtype]
+
+    def part(self, rows: slice) -> "CpuLinear":
+        """Return a view of some rows, without a bias."""
+        return CpuLinear(self.weight[rows], None, self.library)
 
 
 def product(

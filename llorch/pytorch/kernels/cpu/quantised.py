@@ -13,12 +13,11 @@ from torch import Tensor
 
 from llorch.files.quantised.fields import Table, shared_by_rows
 from llorch.ops.compiled.products import FEW, KINDS
-from llorch.pytorch.kernels.cpu.layer import pointer
+from llorch.pytorch.kernels.cpu.layer import HALF, pointer
 from llorch.pytorch.kernels.cpu.linear import TILE, product
 from llorch.pytorch.kernels.packing import Fields, Kind, arrays_of
-from llorch.pytorch.kernels.quantised_linear import FrozenProduct, PackedMatrix
+from llorch.pytorch.kernels.quantised_linear import FrozenProduct, PackedMatrix, multiply_tiles, multiply_tiles_back
 
-HALF = {torch.float32: 0, torch.bfloat16: 1}  # `half` in the C files: the dtype of inputs and outputs
 _OFFSETS = ("zero", "minimum")  # a table has at most one of these fields
 
 
@@ -49,7 +48,7 @@ class CpuQuantisedLinear(PackedMatrix):
         x = x.contiguous()
         rows = x.numel() // self.in_features
         if rows > FEW and not self.fixed:
-            return self._multiply_by_tiles(x)
+            return self.multiply_by_tiles(x)
         y = x.new_empty(*x.shape[:-1], self.out_features)
         sizes = rows, self.out_features, self.in_features
         multiply = self.library.llorch_fixed_product if self.fixed else self.library.llorch_product
@@ -57,14 +56,18 @@ class CpuQuantisedLinear(PackedMatrix):
             raise MemoryError(f"linear: cannot allocate memory for {rows} rows")
         return y
 
-    def _multiply_by_tiles(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        y = x.new_empty(*x.shape[:-1], self.out_features)
-        for rows, tile in self._tiles(x):
-            rows_of_y = product(x, tile, None if self.bias is None else self.bias[rows])
-            if len(tile) == self.out_features:
-                return rows_of_y
-            y[..., rows] = rows_of_y
-        return y
+    def multiply_by_tiles(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """Multiply by the decoded matrix in the dtype of `x`, for any number of rows."""
+        return multiply_tiles(x, self._tiles(x), self.out_features, self.bias, product)
+
+    def multiply_back(self, grad: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows in"]:
+        """Compute grad @ matrix, the gradient of the input."""
+        return multiply_tiles_back(grad, self._tiles(grad), product)
+
+    def part(self, rows: slice) -> "CpuQuantisedLinear":
+        """Return a view of some rows, without a bias."""
+        fields = {name: field[rows] for name, field in self.fields.items()}
+        return CpuQuantisedLinear(fields, self.ggml_type, None, self.library, shared=self.shared)
 
     def _tiles(self, x: Tensor) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
         """Yield tiles of rows, decoded to the dtype of `x`. Each tile overwrites the previous tile."""
@@ -86,23 +89,11 @@ class CpuQuantisedLinear(PackedMatrix):
             self._pointers_codes = codes
         return self._kind, *self._pointers, HALF[dtype]
 
-    def struct_fields(self) -> tuple[int | None, ...]:
-        """Return the fields of the matrix struct in `block.c`."""
-        kind, *pointers, _ = self.matrix_of(torch.float32)
-        return *pointers, pointer(self.bias), kind, self.out_features, self.in_features
-
 
 class TrainedQuantisedLinear(CpuQuantisedLinear):
     """Packed linear layer with the interface of `nn.Linear` and a gradient for its input."""
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Multiply by the decoded matrix in the dtype of `x`, for any number of rows."""
-        y: Any = FrozenProduct.apply(x, self._multiply_by_tiles, self.multiply_back)  # no view: the loss overwrites it
+        y: Any = FrozenProduct.apply(x, self.multiply_by_tiles, self.multiply_back)  # no view: the loss overwrites it
         return y
-
-    def multiply_back(self, grad: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows in"]:
-        """Compute grad @ matrix, the gradient of the input; the products of the tiles are added in float32."""
-        total = grad.new_zeros(*grad.shape[:-1], self.in_features, dtype=torch.float32)
-        for rows, tile in self._tiles(grad):
-            total += product(grad[..., rows].contiguous(), tile.T, None)
-        return total.to(grad.dtype)

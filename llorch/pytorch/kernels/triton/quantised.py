@@ -20,7 +20,6 @@ Training has many rows, and its gradients use the same method in reverse.
 Decoded numbers have the bits of the reference, `kernels.packing.decode`: products and differences are not fused.
 """
 
-from collections.abc import Iterator
 from typing import Any, no_type_check
 
 import torch
@@ -28,11 +27,17 @@ import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import linear
 
 from llorch.files.quantised.fields import Table
 from llorch.pytorch.kernels.packing import Fields, Kind, width
-from llorch.pytorch.kernels.quantised_linear import Multiply, multiply_by_tiles
+from llorch.pytorch.kernels.quantised_linear import (
+    Multiply,
+    Tiles,
+    multiply_by_tiles,
+    multiply_tiles,
+    multiply_tiles_back,
+    tiles,
+)
 from llorch.pytorch.kernels.triton.quantised_matvec import (
     RUN,
     arguments,
@@ -245,32 +250,14 @@ def multiply_by_library(
     x: Float[Tensor, "rows in"], fields: Fields, ggml_type: Kind, bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "rows out"]:
     """Compute x @ decode(fields).T + bias from matrices in scratch memory, for any number of rows."""
-    if _fits_scratch(fields, ggml_type):
-        return linear(x, decode_to(fields, ggml_type, x.dtype), bias)
-    y = x.new_empty(len(x), len(fields["codes"]))
-    for rows, row_fields in _split_rows(fields, ggml_type):
-        y[:, rows] = linear(x, decode_to(row_fields, ggml_type, x.dtype), None if bias is None else bias[rows])
-    return y
+    return multiply_tiles(x, _scratch_tiles(fields, ggml_type, x.dtype), len(fields["codes"]), bias)
 
 
 def back_by_library(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: Kind) -> Float[Tensor, "rows in"]:
-    """Compute grad @ decode(fields), the gradient of the input; parts are summed in float32."""
-    if _fits_scratch(fields, ggml_type):
-        return grad @ decode_to(fields, ggml_type, grad.dtype)
-    total = grad.new_zeros(len(grad), width(fields, ggml_type), dtype=torch.float32)
-    for rows, row_fields in _split_rows(fields, ggml_type):
-        total += grad[:, rows] @ decode_to(row_fields, ggml_type, grad.dtype)
-    return total.to(grad.dtype)
+    """Compute grad @ decode(fields), the gradient of the input."""
+    return multiply_tiles_back(grad, _scratch_tiles(fields, ggml_type, grad.dtype))
 
 
-def _fits_scratch(fields: Fields, ggml_type: Kind) -> bool:
-    """Tell if the decoded matrix fits the scratch memory."""
-    return len(fields["codes"]) * width(fields, ggml_type) <= SCRATCH
-
-
-def _split_rows(fields: Fields, ggml_type: Kind) -> Iterator[tuple[slice, Fields]]:
-    """Split a matrix into parts that fit the scratch memory: yield their row slices and fields."""
-    step = max(1, SCRATCH // width(fields, ggml_type))
-    for start in range(0, len(fields["codes"]), step):
-        rows = slice(start, start + step)
-        yield rows, {name: field[rows] for name, field in fields.items()}
+def _scratch_tiles(fields: Fields, ggml_type: Kind, dtype: torch.dtype) -> Tiles:
+    """Decode a matrix in parts that fit the scratch memory."""
+    return tiles(fields, ggml_type, dtype, size=SCRATCH, decode_to=decode_to)

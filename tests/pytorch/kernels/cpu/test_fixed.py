@@ -18,7 +18,7 @@ from llorch.files.quantised.fields import Table
 from llorch.ops.compiled import library as cpu_library
 from llorch.ops.compiled.library import library
 from llorch.pytorch.kernels.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv
-from llorch.pytorch.kernels.cpu.experts import FEW, CpuExperts, CpuQuantisedExperts
+from llorch.pytorch.kernels.cpu.experts import FEW, CpuExperts
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
 from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear
 from llorch.pytorch.kernels.packing import CPU_BLOCK_TYPES, HALF_TYPES, decode
@@ -213,7 +213,8 @@ def test_experts_equal_the_reference(seq, shared, dtype, limit):
     plain = ExpertLinear(7, 64, 40)
     plain.weight = torch.nn.Parameter(torch.randn(7, 40, 64).to(dtype), requires_grad=False)
     x, ids = torch.randn(1, seq, 1 if shared else 3, 64).to(dtype), torch.rand(1, seq, 7).argsort(-1)[..., :3]
-    assert distance(CpuExperts(plain.weight, COMPILED)(x, ids), plain.double()(x.double(), ids)) < limit
+    kernel = CpuExperts(CpuLinear(plain.weight.flatten(0, 1), None, COMPILED), 7, COMPILED)
+    assert distance(kernel(x, ids), plain.double()(x.double(), ids)) < limit
 
 
 @pytest.mark.parametrize("kind", CPU_BLOCK_TYPES, ids=lambda kind: kind.name)
@@ -222,11 +223,12 @@ def test_packed_experts_equal_the_reference(seq, kind):
     torch.manual_seed(0)
     fields = random_fields((5 * 24, 512), kind, torch.device("cpu"))
     x, ids = torch.randn(1, seq, 1, 512), torch.rand(1, seq, 5).argsort(-1)[..., :2]
-    actual = CpuQuantisedExperts(fields, kind, 5, COMPILED)(x, ids)
+    actual = CpuExperts(CpuQuantisedLinear(fields, kind, None, COMPILED), 5, COMPILED)(x, ids)
     assert distance(actual, QuantisedExperts(fields, kind, 5)(x, ids).double()) < 1e-6
 
 
 def test_an_expert_that_does_not_exist_is_refused():
     fields = random_fields((5 * 24, 512), GGMLType.Q8_0, torch.device("cpu"))
+    kernel = CpuExperts(CpuQuantisedLinear(fields, GGMLType.Q8_0, None, COMPILED), 5, COMPILED)
     with refuses(IndexError, where="experts", expected=(0, 4), got="[[[5]]]"):
-        CpuQuantisedExperts(fields, GGMLType.Q8_0, 5, COMPILED)(torch.randn(1, 1, 1, 512), torch.tensor([[[5]]]))
+        kernel(torch.randn(1, 1, 1, 512), torch.tensor([[[5]]]))
