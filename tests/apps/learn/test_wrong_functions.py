@@ -140,7 +140,7 @@ def test_every_mistake_of_beginners_is_seen_and_named(lesson: Lesson):
             is_seen = any(recorded.is_clear for recorded in calls)
             assert is_seen, wrong.__name__
             if is_seen and not exercise.streams:
-                assert wrong.__name__.replace("_", "-") in cause_names(exercise.name, calls, wrong), wrong.__name__
+                assert cause_names(exercise.name, calls, wrong) == [wrong.__name__.replace("_", "-")], wrong.__name__
 
 
 def _calls_of(wrong: Callable[..., Any], calls: list[FunctionCall], name: str) -> Any:
