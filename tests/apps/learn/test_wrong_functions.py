@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 from llorch.apps.learn.alterations import make_alterations
-from llorch.apps.learn.beginners import BEGINNERS
-from llorch.apps.learn.check import check, check_functions
-from llorch.apps.learn.choice import Implementation
+from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.function_calls import MAX_ALIKE, CallRecord, FunctionCall
 from llorch.apps.learn.guard import guard_function
-from llorch.apps.learn.lessons import LESSON_OF, LESSONS, PARTS, Lesson
+from llorch.apps.learn.lessons import PARTS
 from llorch.apps.learn.small_cases import SMALL_CASES, find_small_error, take_tokens
 from llorch.apps.learn.wrong_functions import find_causes
 from llorch.stages.comparison import FAIL
@@ -123,41 +121,6 @@ def test_the_reference_is_right_in_small_cases(name: str):
     assert (name in SMALL_CASES) == (name != "tensor_table")
     assert find_small_error(exercise, guard_function(exercise, exercise.reference, record=record), record) == ""
     assert bool(record.of(name)) == (name in SMALL_CASES)
-
-
-@pytest.mark.nightly_cases(but=["00w", "01", "01b", "04", "06", "12"])
-@pytest.mark.parametrize(
-    "lesson", [lesson for lesson in LESSONS if not lesson.on_torch], ids=lambda lesson: lesson.number
-)
-def test_every_mistake_of_beginners_is_seen_and_named(lesson: Lesson):
-    exercises = [exercise for exercise in lesson.parts if exercise.name in BEGINNERS]
-    references = {e.name: (lambda e=e, **arguments: e.reference(**arguments)) for e in exercises}
-    implementation = Implementation("x", references)
-    check(lesson, implementation)
-    for exercise in exercises:
-        for wrong in BEGINNERS[exercise.name]:
-            calls = list(_calls_of(wrong, implementation.calls.of(exercise.name), exercise.name))
-            is_seen = any(recorded.is_clear for recorded in calls)
-            assert is_seen, wrong.__name__
-            if is_seen and not exercise.streams:
-                assert cause_names(exercise.name, calls, wrong) == [wrong.__name__.replace("_", "-")], wrong.__name__
-
-
-def _calls_of(wrong: Callable[..., Any], calls: list[FunctionCall], name: str) -> Any:
-    """The same calls of a wrong function, but for those that it refuses."""
-    for right in calls:
-        try:
-            with np.errstate(all="ignore"):
-                yield call(name, wrong, **right.arguments)
-        except (IndexError, ValueError, AttributeError, TypeError):
-            continue
-
-
-def test_beginners_have_exercises_names_and_sentences():
-    for name, functions in BEGINNERS.items():
-        assert name in LESSON_OF
-        assert len({function.__name__ for function in functions}) == len(functions)
-        assert all((function.__doc__ or "").strip().endswith(".") for function in functions)
 
 
 def test_alterations_have_names_of_their_own():
