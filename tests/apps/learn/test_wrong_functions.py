@@ -30,11 +30,7 @@ def call(name: str, actual: Callable[..., Any], **arguments: Any) -> FunctionCal
 
 
 def names(name: str, wrong: Callable[..., Any], *cases: dict[str, Any]) -> list[str]:
-    return cause_names(name, [call(name, wrong, **case) for case in cases], wrong)
-
-
-def cause_names(name: str, calls: list[FunctionCall], wrong: Callable[..., Any]) -> list[str]:
-    return [cause.name for cause in find_causes(PARTS[name], calls, wrong)]
+    return [cause.name for cause in find_causes(PARTS[name], [call(name, wrong, **case) for case in cases], wrong)]
 
 
 RNG = np.random.default_rng(3)
